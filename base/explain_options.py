@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from modelyard.base.plugins import registered
+
 
 class WrongOption(ValueError):
     """There is no such option, or it does not take the value; the message says what it takes."""
@@ -25,11 +27,7 @@ EXPLAIN_OPTIONS: Mapping[str, Option] = {
     "method": Option(
         str,
         "How it is explained; integrated_gradients without it.",
-        (
-            *("integrated_gradients", "layer_integrated_gradients", "layer_grad_cam"),
-            *("guided_grad_cam", "deep_lift", "saliency", "input_x_gradient", "smoothgrad"),
-            *("gradient_shap", "occlusion", "feature_ablation", "kernel_shap"),
-        ),
+        ("integrated_gradients", "feature_ablation", "occlusion", *registered("methods")),
     ),
     "output_name": Option(
         str, "Which output of the model; several with commas between. That of predictions without."

@@ -5,6 +5,8 @@
 | `modelyard.commands` | subcommand → a `Command` |
 | `modelyard.tasks` | handler that archives may name → its class |
 | `modelyard.methods` | attribution method → its `Method` |
+| `modelyard.measures` | option of an explanation that asks how good it is → its `Measure` |
+| `modelyard.exports` | `generate` → what makes a decoder's module of a model (`exporter/trip.py`) |
 | `modelyard.faces` | another way in → a `Face` of the server |
 | `modelyard.observers` | what looks on → an `Observer` of the server |
 | `modelyard.policies` | a dialect → what it does otherwise in a worker |

@@ -34,7 +34,7 @@ from captum.attr import IntegratedGradients
 from torch import Tensor, nn
 
 from examples.digits.net import DigitsNet
-from modelyard.handlers.explain.attribution import (
+from modelyard.handlers.explain.attribute.attribution import (
     DEFAULT_TOLERANCE,
     AttributionRequest,
     ForwardFunction,
@@ -45,8 +45,8 @@ from modelyard.handlers.explain.attribution import (
     sums_of,
 )
 from modelyard.handlers.explain.explanation import explain_batch
-from modelyard.handlers.explain.model import ExplainedModel
-from modelyard.handlers.explain.options import parse_options
+from modelyard.handlers.explain.request.options import parse_options
+from modelyard.handlers.explain.request.targets import ExplainedModel
 from modelyard.handlers.models.backends import Artifact, open_artifact
 
 DIGITS = Path(__file__).parent.parent / "examples" / "digits"

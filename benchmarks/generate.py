@@ -28,10 +28,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 from modelyard.archiver.signature import Signature, TensorSpec
-from modelyard.exporter.decoder import open_decoder
 from modelyard.exporter.formats import to_exported_program, to_onnx
 from modelyard.handlers import Context, Generate
 from modelyard.handlers.proof.probes import Probe, example_sizes, make_inputs
+from modelyard.plugins.tasks.export_decoder import open_decoder
 
 LAYERS, WIDTH, HEADS, PLACES, TOKENS = 6, 384, 6, 512, 8000
 PROMPT = 32

@@ -436,7 +436,7 @@ def _fitting(
     """
     values = {p.name: arguments.get(p.name, p.default) for p in _signature(factory)}
     expected = factory(**arguments).state_dict()
-    tensors, _ = fit_names(checkpoint.tensors, checkpoint.original_names, expected)
+    tensors = fit_names(checkpoint.tensors, checkpoint.original_names, expected)
     sizes: dict[int, set[int]] = {}
     for key, value in expected.items():
         if key in tensors and tensors[key].ndim == value.ndim:
@@ -474,7 +474,7 @@ def load_weights(
         CheckpointError: names or shapes do not fit; the model is as it was.
     """
     expected = model.state_dict()
-    tensors, _ = fit_names(checkpoint.tensors, checkpoint.original_names, expected)
+    tensors = fit_names(checkpoint.tensors, checkpoint.original_names, expected)
     state: dict[str, Any] = {**tensors, **_extra_state(checkpoint)}
     missing = _missing(expected, state)
     unexpected = [key for key in state if key not in expected]

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path, PurePath
 
 from modelyard.archiver.signature import Signature
+from modelyard.base.plugins import registered
 from modelyard.exporter.arguments import read_inputs
 from modelyard.exporter.checkpoint import split_model
 from modelyard.exporter.classes import without_name
@@ -51,6 +52,8 @@ def _problems(request: ExportRequest) -> Iterator[str]:
         json.dumps(request.model_args)
     except (TypeError, ValueError) as error:
         yield f"model_args cannot be kept in the report: {cause(error)}"
+    if request.generate and "generate" not in registered("exports"):
+        yield "--generate needs the plug-in of generation, which is not installed here"
     if request.generate and request.submodule is not None:
         yield "--submodule does not go with --generate, which exports the whole of a decoder"
     if request.generate and request.samples:

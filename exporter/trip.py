@@ -14,10 +14,10 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from modelyard.base.extras import what_is_missing
+from modelyard.base.plugins import registered
 from modelyard.exporter.arguments import take_inputs, take_submodule
 from modelyard.exporter.checkpoint import open_model
 from modelyard.exporter.classes import without_class
-from modelyard.exporter.decoder import open_decoder
 from modelyard.exporter.errors import (
     ExportError,
     NoClass,
@@ -68,6 +68,7 @@ def run(request: ExportRequest) -> list[ExportReport]:
         _announce(request, _RUN)
         details: dict[str, object] = dict(inputs.details)
         if request.generate:
+            open_decoder = registered("exports")["generate"].load()
             module, signature, details["generation"] = open_decoder(module, request.inputs)
         reference = observe(
             take_inputs(module, signature),

@@ -9,22 +9,17 @@ The smallest complete handler of an archive changes one step and inherits the ot
             return [2 * row for row in super().postprocess(outputs)]
 """
 
-import copy
 import hashlib
-import inspect
-import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from modelyard.archiver.handler_files import LABELS_FILE, MASKS, TYPES
+from modelyard.archiver.handler_files import LABELS_FILE
 from modelyard.archiver.labels import count_problem
 from modelyard.archiver.reference import Reference
 from modelyard.archiver.report import Report
@@ -32,25 +27,15 @@ from modelyard.archiver.signature import Size, TensorSpec, fits
 from modelyard.archiver.untrusted.names import MANIFEST_NAME
 from modelyard.handlers.body import body_of, parse_json
 from modelyard.handlers.context import Context
-from modelyard.handlers.errors import BadInput, LoadError, NoGradients
-from modelyard.handlers.explain import bars, draw, page, present
-from modelyard.handlers.explain.attribution import Tensors, outputs_of, ranges_of
-from modelyard.handlers.explain.bars import Bar, Values, largest
-from modelyard.handlers.explain.digits import as_npy
-from modelyard.handlers.explain.explanation import Explanation, explain_batch
-from modelyard.handlers.explain.methods import METHODS
-from modelyard.handlers.explain.model import ExplainedModel, Target
-from modelyard.handlers.explain.options import (
-    MEDIA_TYPES,
-    ExplainOptions,
-    Row,
-    gather_options,
-    parse_options,
-)
-from modelyard.handlers.explain.region import Region
-from modelyard.handlers.explain.shares import options_of_shares, shares_of
+from modelyard.handlers.errors import BadInput, LoadError
+from modelyard.handlers.explain.attribute.attribution import Tensors, outputs_of, ranges_of
+from modelyard.handlers.explain.attribute.methods import METHODS
+from modelyard.handlers.explain.draw.bars import Bar
+from modelyard.handlers.explain.explainer import Explainer, as_tuple
+from modelyard.handlers.explain.explanation import Explanation
+from modelyard.handlers.explain.request.options import ExplainOptions, Region, Row
+from modelyard.handlers.explain.request.targets import ExplainedModel, Target
 from modelyard.handlers.infer import run_tensors
-from modelyard.handlers.limits import refused_values
 from modelyard.handlers.models.backends import Artifact, Output
 from modelyard.handlers.models.folder import load_label_mapping, read_config, read_reference
 from modelyard.handlers.models.packed import open_packed
@@ -72,9 +57,6 @@ from modelyard.handlers.tensors import TensorRequest
 _log = logging.getLogger(__name__)
 
 Inputs = Tensor | tuple[Tensor, ...]
-
-MOST_NUMBERED = 256
-"""Values of a row whose places may mean something; the samples of a sound do not."""
 
 
 class BaseHandler:
@@ -147,7 +129,7 @@ class BaseHandler:
         self.reference: Reference | None = None
         self.made_by = ""
         """What makes inputs of requests that hold something else; for messages."""
-        self._module: Artifact | None = None
+        self._explaining = Explainer(self)
 
     def initialize(self, context: Context) -> None:
         """Load what the archive holds; a worker calls it once, before any request.
@@ -236,11 +218,10 @@ class BaseHandler:
 
     def inference(self, inputs: Inputs, *args: Any, **kwargs: Any) -> Output:
         """Run the model on a batch; no gradient is recorded."""
-        tensors = (inputs,) if isinstance(inputs, Tensor) else inputs
         place = getattr(self.model, "device", self.device)
         with torch.inference_mode():
             with span("copy"):
-                placed = [tensor.to(place) for tensor in tensors]
+                placed = [tensor.to(place) for tensor in as_tuple(inputs)]
             output: Output = self.model(*placed, *args, **kwargs)
         return output
 
@@ -250,7 +231,7 @@ class BaseHandler:
         An output that has no row for each request, as a loss or the boxes of an image, is answered
         whole; a model that has one takes one request at a time.
         """
-        tensors = (outputs,) if isinstance(outputs, Tensor) else outputs
+        tensors = as_tuple(outputs)
         whole = self._whole_outputs or (self.is_whole,) * len(tensors)
         columns = [
             [output.tolist()] if is_whole else output.tolist()
@@ -273,17 +254,7 @@ class BaseHandler:
             TwinDiffers: what would be explained is not what is predicted.
         """
         self.context = context
-        self._refuse_whole()
-        read = [self._each(index, self._read_options, index, row) for index, row in enumerate(data)]
-        inputs = self.preprocess([row for _, row in read])
-        tensors = (inputs,) if isinstance(inputs, Tensor) else inputs
-        explanations = explain_batch(
-            self.explained_model(), tensors, [options for options, _ in read]
-        )
-        return [
-            self._present(index, tuple(tensor[index] for tensor in tensors), found)
-            for index, found in enumerate(explanations)
-        ]
+        return self._explaining.explain(data)
 
     def shares(self, data: Sequence[Mapping[str, Any]], context: Context) -> list[dict[str, float]]:
         """Return for each request what share its parts have in the sum of all |attributions|.
@@ -295,19 +266,7 @@ class BaseHandler:
             BadInput, NoGradients, TwinDiffers: as `explain`; or the input has no parts.
         """
         self.context = context
-        self._refuse_whole()
-        inputs = self.preprocess(data)
-        tensors = (inputs,) if isinstance(inputs, Tensor) else inputs
-        version = self.explained_model()
-        options = options_of_shares(version)
-        found = explain_batch(version, tensors, [options] * len(data))
-        shares = [
-            shares_of(self.name_parts(index, explanation))
-            for index, (explanation,) in enumerate(found)
-        ]
-        if self.reference is None:
-            return shares
-        return [self.reference.fold(each) if each else {} for each in shares]
+        return self._explaining.shares(data)
 
     def name_parts(self, index: int, explanation: Explanation) -> Mapping[str, float]:
         """Return what of request `index`'s explanation belongs to each named part of its input.
@@ -317,48 +276,11 @@ class BaseHandler:
         Raises:
             BadInput: it is all one part.
         """
-        parts: dict[str, float] = {}
-        for name, each in zip(explanation.names, explanation.attributions, strict=True):
-            label = name if len(explanation.names) > 1 else ""
-            if each.dim() == 1 and len(each) <= MOST_NUMBERED:
-                values = each.tolist()
-                parts |= {f"{label}[{at}]" if label else str(at): v for at, v in enumerate(values)}
-            else:
-                parts[name] = float(each.abs().sum(dtype=torch.float64))
-        if len(parts) < 2:
-            raise BadInput(
-                "this model's input has no parts whose shares could be told apart; expected named "
-                "features (the handler tabular), a picture, several inputs, or a row of 2 to "
-                f"{MOST_NUMBERED} numbers"
-            )
-        return parts
+        return self._explaining.name_parts(explanation)
 
     def explained_model(self) -> ExplainedModel:
         """Return what explanations need to know of the model version."""
-        served = self._served()
-        twin = served if self.explainer is None and served.is_differentiable else self.explainer
-        return ExplainedModel(
-            served,
-            twin,
-            self.agreement,
-            self.label,
-            self.baselines,
-            self.window,
-            self.score,
-            self.probabilities,
-            self.find_target,
-            self.name_place,
-            self.scales,
-            self.default_baseline,
-            self.embedded,
-            self.context.check_cancelled,
-            self.find_region,
-            self.class_dim,
-            self.groups,
-            self.output_names,
-            self.output_names[0] if self.output_names else None,
-            is_of_probabilities=self.output_kind == "probabilities",
-        )
+        return self._explaining.model()
 
     def score(self, outputs: Output) -> Tensor:
         """Return the numbers (N, …) of a call of which `target` chooses what is explained."""
@@ -376,12 +298,10 @@ class BaseHandler:
 
         `modelyard archive` asks for each of its examples.
         """
-        first = outputs if isinstance(outputs, Tensor) else outputs[0]
-        if problem := self.wrong_labels(tuple(first.shape)):
-            return problem
-        if not (first.is_floating_point() and first.numel()):
-            return None
-        return wrong_kind(self.output_kind, self.stated_kind is not None, first)
+        first = as_tuple(outputs)[0]
+        return self.wrong_labels(tuple(first.shape)) or wrong_kind(
+            self.output_kind, self.stated_kind is not None, first
+        )
 
     def wrong_labels(self, sizes: tuple[Size, ...] = ()) -> str | None:
         """Return why the labels do not fit an output of these sizes, or the one that is stated."""
@@ -425,20 +345,7 @@ class BaseHandler:
         Raises:
             BadInput: there is no such baseline, or an input does not take its values.
         """
-        if name.startswith("file:"):
-            return self._read_baselines(name.removeprefix("file:"))
-        is_whole = not any(map(Tensor.is_floating_point, inputs))
-        found = tuple(
-            self.baseline(name, each, seed) if is_whole or each.is_floating_point() else each
-            for each in inputs
-        )
-        for spec, each in zip(self.inputs, found, strict=False) if is_whole else ():
-            if spec.name not in (*MASKS, *TYPES) and (wrong := refused_values(spec, each, {})):
-                raise BadInput(
-                    f'baseline is "{name}", which input "{spec.name}" does not take: it {wrong}; '
-                    "choose file:NAME, with a request that stands for nothing"
-                )
-        return found
+        return self._explaining.baselines(name, inputs, seed)
 
     def baseline(self, name: str, inputs: Tensor, seed: int = 0) -> Tensor:
         """Return the input (1, *S) that stands for "no information", for one request's (1, *S).
@@ -502,34 +409,15 @@ class BaseHandler:
 
     def bars(self, index: int, inputs: Tensors, explanation: Explanation) -> list[Bar]:
         """Return the explained values of request `index` by name, for what is drawn of them."""
-        known = dict(zip(self._served().input_names, inputs, strict=False))
-        errors = explanation.errors or (None,) * len(explanation.names)
-        values = {}
-        for name, own, off in zip(explanation.names, explanation.attributions, errors, strict=True):
-            shown = known.get(name)
-            is_alike = shown is not None and shown.shape == own.shape
-            values[name] = Values(own, off, shown if is_alike else None)
-        return largest(values)
+        return self._explaining.bars(inputs, explanation)
 
     def heat_map(self, index: int, inputs: Tensors, explanations: Sequence[Explanation]) -> bytes:
         """Draw explanations of request `index`, whose inputs are (*S), as a PNG file."""
-        drawn = []
-        for each in explanations:
-            found, answer = self.bars(index, inputs, each), self.fields_of(index, each)
-            texts = present.texts(each, answer, present.of_bars(found, self.thing, each.sides))
-            drawn.append(bars.render(found, answer, texts, each.strength))
-        return draw.stack(drawn)
+        return self._explaining.heat_map(index, inputs, explanations)
 
     def page(self, index: int, inputs: Tensors, explanations: Sequence[Explanation]) -> bytes:
         """Draw explanations of request `index`, whose inputs are (*S), as an HTML page."""
-        parts = []
-        for each in explanations:
-            found, answer = self.bars(index, inputs, each), self.fields_of(index, each)
-            figure = bars.figure(found, answer, each.strength)
-            parts.append(
-                present.part(each, answer, figure, present.of_bars(found, self.thing, each.sides))
-            )
-        return page.render(parts)
+        return self._explaining.page(index, inputs, explanations)
 
     def overlay(self, index: int, inputs: Tensors, explanation: Explanation) -> bytes:
         """Draw an explanation of request `index` as a transparent PNG file."""
@@ -537,7 +425,7 @@ class BaseHandler:
 
     def fields_of(self, index: int, explanation: Explanation) -> dict[str, Any]:
         """Return the fields of an explanation of request `index`, but for lists of numbers."""
-        return self._origin() | explanation.facts() | self.describe(index, explanation)
+        return self._explaining.origin() | explanation.facts() | self.describe(index, explanation)
 
     @property
     def _pad_id(self) -> int | None:
@@ -570,14 +458,12 @@ class BaseHandler:
     # --- initialize -----------------------------------------------------------------------------
 
     def _check_batch_size(self, batch_size: int) -> None:
-        if self.is_whole:
-            if batch_size != 1:
-                raise LoadError(
-                    f"batchSize is {batch_size}, and {', '.join(map(str, self.inputs))} cannot be "
-                    "stacked; set batchSize: 1 in model-config.yaml"
-                )
-            return
-        for spec in self.inputs:
+        if self.is_whole and batch_size != 1:
+            raise LoadError(
+                f"batchSize is {batch_size}, and {', '.join(map(str, self.inputs))} cannot be "
+                "stacked; set batchSize: 1 in model-config.yaml"
+            )
+        for spec in () if self.is_whole else self.inputs:
             rows = spec.shape[0] if spec.shape else batch_size
             if not fits(batch_size, rows):
                 raise LoadError(
@@ -627,107 +513,9 @@ class BaseHandler:
         """The inputs, of which a request is one place of the first dimension."""
         return tuple(map(whole, self.inputs)) if self.is_whole else self.inputs
 
-    # --- explain --------------------------------------------------------------------------------
-
-    def _refuse_whole(self) -> None:
-        if self.is_whole:
-            raise BadInput(
-                "this model's inputs are not made of rows, and explanations are of one row; "
-                "expected a prediction"
-            )
-
-    def _served(self) -> Artifact:
-        """Return the model as an artifact, also where an author put a module of their own there."""
-        if isinstance(self.model, Artifact):
-            return self.model
-        if self._module is not None and self._module.module is self.model:
-            return self._module
-        if not isinstance(self.model, nn.Module):
-            raise NoGradients(
-                f"the handler's model is a {type(self.model).__name__}; only artifacts and torch "
-                "modules can be explained"
-            )
-        parameters = inspect.signature(self.model.forward).parameters.values()
-        inputs = self.inputs or tuple(
-            TensorSpec(each.name) for each in parameters if each.default is each.empty
-        )
-        self._module = Artifact("eager", self.model, inputs, self.device, self.model)
-        return self._module
-
     def _read_options(self, index: int, row: Row) -> tuple[ExplainOptions, Row]:
-        given, rest = gather_options(self.context.query[index], row)
-        accept = self.context.get_request_header(index, "accept")
-        return parse_options(given, accept, self.formats), rest
-
-    def _read_baselines(self, name: str) -> Tensors:
-        folder = Path(self.context.system_properties["model_dir"]).resolve()
-        place = (folder / name).resolve()
-        if not place.is_relative_to(folder) or not place.exists() or place == folder:
-            raise BadInput(f'baseline is "file:{name}", which the archive does not hold')
-        files = sorted(each for each in place.rglob("*") if each.is_file()) or [place]
-        rows: list[Any] = []
-        for file in files:
-            content = bytearray(file.read_bytes())
-            rows += parse_json(content) if file.suffix == ".json" else [content]
-        try:
-            # What is noted of the batch's own requests stays as it is.
-            inputs = copy.copy(self).preprocess([{"body": row} for row in rows])
-        except BadInput as error:
-            raise BadInput(f'baseline "file:{name}" cannot be used: {error}') from error
-        return (inputs,) if isinstance(inputs, Tensor) else inputs
-
-    def _present(self, index: int, inputs: Tensors, explanations: Sequence[Explanation]) -> Any:
-        """Write the answer of request `index` in the format that it asked for."""
-        options = explanations[0].options
-        own = self.warnings(index)
-        explanations = [replace(each, warnings=(*each.warnings, *own)) for each in explanations]
-        if (options.aggregate or self.default_aggregate) == "sum":
-            explanations = [self._aggregated(each) for each in explanations]
-        if options.format == "json":
-            answers = [each.as_json() | self.describe(index, each) for each in explanations]
-            several = {"explanations": answers}
-            return self._origin() | (several if options.has_several else answers[0])
-        media_type = MEDIA_TYPES[options.format]
-        if options.format == "html":
-            media_type += "; charset=utf-8"
-            self.context.set_response_header(index, "content-security-policy", page.POLICY)
-        self.context.set_response_content_type(index, media_type)
-        if options.format in ("png", "html"):
-            write = self.heat_map if options.format == "png" else self.page
-            return write(index, inputs, explanations)
-        (explanation,) = explanations  # of these formats no more are asked for
-        if options.format == "overlay":
-            return self.overlay(index, inputs, explanation)
-        return self._as_npy(index, explanation)
-
-    def _as_npy(self, index: int, explanation: Explanation) -> bytes:
-        """Return the attributions as NumPy's file; a header has what else there is to say."""
-        if len(explanation.attributions) > 1:
-            raise BadInput(
-                f"format is npy; expected json: {', '.join(explanation.names)} are explained, and "
-                "the file holds one array"
-            )
-        facts = self._origin() | explanation.facts()
-        self.context.set_response_header(index, "x-explanation", json.dumps(facts))
-        return as_npy(explanation.attributions[0])
-
-    def _origin(self) -> dict[str, Any]:
-        """Return which model version answers."""
-        version = (self.manifest.get("model") or {}).get("modelVersion", "")
-        return {
-            "model": self.context.model_name,
-            "version": str(version),
-            "archive_digest": self.digest,
-            "output_kind": self.output_kind,
-        }
-
-    def _aggregated(self, explanation: Explanation) -> Explanation:
-        """Sum up what belongs together; its error is at most the sum of theirs."""
-        together = partial(self.aggregated, explanation)
-        summed = tuple(map(together, explanation.attributions))
-        errors = explanation.errors
-        bounds = None if errors is None else tuple(map(together, errors))
-        return replace(explanation, attributions=summed, errors=bounds)
+        """Return what request `index` asks of its explanation, and the rest of it."""
+        return self._explaining.read_options(index, row)
 
 
 class Classifier(BaseHandler):

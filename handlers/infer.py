@@ -60,15 +60,13 @@ def tensor_entry(
         streams: whether what the handler streams is sent on.
     """
     base = sys.modules.get("modelyard.handlers.base")  # imported by whoever inherits from it
-    kind = type(handler.target)
     is_native = (
-        base is not None
+        enveloped is None
+        and base is not None
         and isinstance(handler.target, base.BaseHandler)
-        and kind.handle is base.BaseHandler.handle
+        and type(handler.target).handle is base.BaseHandler.handle
     )
-    is_native = is_native and enveloped is None
     handle = enveloped or handler.handle
-    read = _document_of if enveloped is not None else _row_of
     labels = getattr(handler.target, "mapping", None) if is_native else None
 
     def answer(data: list[dict[str, Any]], context: Context) -> list[bytes]:
@@ -78,9 +76,14 @@ def tensor_entry(
         ]
         requests = [job.request for job in jobs]
         if is_native:
-            found = _run_native(handler.target, requests, context)
+            handler.target.context = context
+            found = handler.target.infer(requests)
         else:
-            rows = list(map(read, requests))
+            # What reads the protocol's JSON itself gets that.
+            rows = [
+                _row_of(each) if enveloped is None else {"body": as_document(each)}
+                for each in requests
+            ]
             if streams and context.stream is not None:
                 return _stream_mapped(handle, rows, jobs, context)
             found = _run_mapped(handle, rows, context)
@@ -143,14 +146,6 @@ class TensorJob:
         return length.to_bytes(4, "little") + body
 
 
-def _run_native(
-    handler: BaseHandler, requests: Sequence[TensorRequest], context: Context
-) -> Sequence[Outputs]:
-    """Run the model of a `BaseHandler`."""
-    handler.context = context
-    return handler.infer(requests)
-
-
 def run_tensors(handler: BaseHandler, requests: Sequence[TensorRequest]) -> list[Outputs]:
     """Return the model's outputs for each request, in as few calls as its batch range allows.
 
@@ -211,23 +206,21 @@ def _groups(
     rows = 0
     for tensors in inputs:
         own = len(tensors[0]) if tensors[0].ndim else 0
-        if groups and handler.has_rows and _joins(groups[-1][0], tensors, rows + own, handler):
+        rows += own
+        if (
+            groups
+            and handler.has_rows
+            and all(
+                one.ndim and one.shape[1:] == two.shape[1:] and fits(rows, spec.shape[0])
+                for one, two, spec in zip(groups[-1][0], tensors, handler.inputs, strict=True)
+                if spec.shape
+            )
+        ):
             groups[-1].append(tensors)
-            rows += own
         else:
             groups.append([tensors])
             rows = own
     return groups
-
-
-def _joins(
-    first: tuple[Tensor, ...], other: tuple[Tensor, ...], rows: int, handler: BaseHandler
-) -> bool:
-    return all(
-        one.ndim and one.shape[1:] == two.shape[1:] and fits(rows, spec.shape[0])
-        for one, two, spec in zip(first, other, handler.inputs, strict=True)
-        if spec.shape
-    )
 
 
 def _call(handler: BaseHandler, group: Sequence[tuple[Tensor, ...]]) -> list[Outputs]:
@@ -314,20 +307,17 @@ def _call_mapped(
     return answers
 
 
-def _document_of(request: TensorRequest) -> dict[str, Any]:
-    """Return a request as what reads the protocol's JSON gets it."""
-    return {"body": as_document(request)}
-
-
 def _row_of(request: TensorRequest) -> dict[str, Any]:
-    """Return a request as a handler of bodies gets it: input name → array."""
-    return {name: _plain(value) for name, value in request.inputs.items()}
+    """Return a request as a handler of bodies gets it: input name → array.
 
-
-def _plain(value: Array) -> Any:
-    """Return one element of BYTES as a bytearray, as the part of a form comes."""
-    is_one = isinstance(value, np.ndarray) and value.dtype == object and value.shape == (1,)
-    return bytearray(value[0]) if is_one else value
+    One element of BYTES is a bytearray, as the part of a form comes.
+    """
+    return {
+        name: bytearray(value[0])
+        if isinstance(value, np.ndarray) and value.dtype == object and value.shape == (1,)
+        else value
+        for name, value in request.inputs.items()
+    }
 
 
 def outputs_of(answer: Any) -> Outputs:

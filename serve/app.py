@@ -8,9 +8,6 @@ from dataclasses import dataclass
 
 from fastapi import APIRouter
 
-from modelyard.plugins.ops.console.build import build_console
-from modelyard.plugins.ops.rollout.control import Rollouts
-from modelyard.plugins.ops.rollout.routes import rollout_routes
 from modelyard.serve.api.description import DOCUMENT, described_calls
 from modelyard.serve.api.docs import DOCS_PATHS, add_docs
 from modelyard.serve.api.inference import Calls, right_of
@@ -46,6 +43,7 @@ from modelyard.serve.http.site import SiteCheck
 from modelyard.serve.http.tls import watched_tls
 from modelyard.serve.http.tokens import Grants, make_grant, parse_grants, read_token_file
 from modelyard.serve.http.watched import Watched
+from modelyard.serve.observers import Host, Observer, make_observers, with_observers
 from modelyard.serve.policy import Policy
 from modelyard.serve.settings import Address, Settings
 
@@ -55,7 +53,7 @@ class Server:
     """A server that is built and bound, but does not accept yet."""
 
     lifecycle: Lifecycle
-    rollouts: Rollouts
+    observers: Sequence[Observer]
     state: ServerState
     inference: Listener
     management: Listener
@@ -86,13 +84,13 @@ def create_server(settings: Settings, access: AccessLog | None = None) -> Server
     policy, metrics, registry, state = Policy(settings), Metrics(), Registry(), ServerState()
     budget = answer_budget(settings, policy)
     lifecycle = Lifecycle(policy, registry, metrics, budget)
-    rollouts = Rollouts(lifecycle, metrics)
     repository = Repository(lifecycle, settings.allow_load)
     grants = known_tokens(settings, make_keys(policy.state.key_file))
     of_clients = grants if settings.asks_for_tokens else None
     of_operators = None if settings.auth == "never" else grants
     cors = Cors(settings.allowed_origins) if settings.allowed_origins else None
     answers = Answers(state, cors=cors)
+    observers = make_observers(Host(lifecycle, metrics, answers, of_operators))
     tracing = open_tracing(os.environ) if settings.tracing else None
     client = TokenCheck(of_clients, right_of, (*OPEN_PATHS, *DOCS_PATHS))
     front = Front(registry, metrics, state, tracing=tracing, check_right=client.check_right)
@@ -127,7 +125,7 @@ def create_server(settings: Settings, access: AccessLog | None = None) -> Server
         "Modelyard management",
         "Register, scale and remove models.",
         answers,
-        rollout_routes(rollouts),  # first: no version is called so
+        *(router for each in observers for router in each.routers),  # first: they say more
         management_routes(registry, lifecycle),
         *more("management"),
     )
@@ -138,7 +136,7 @@ def create_server(settings: Settings, access: AccessLog | None = None) -> Server
         metrics_routes(metrics),
         *more("metrics"),
     )
-    console = build_console(lifecycle, rollouts, calls.front, of_operators, answers, settings)
+    looked_on = with_observers(observers, operator, operators)
 
     def application(name: str, check: Check, route: Route, calls: Calls | None = None
                     ) -> Application:  # fmt: skip
@@ -149,7 +147,7 @@ def create_server(settings: Settings, access: AccessLog | None = None) -> Server
     scrapers = TokenCheck(of_clients, lambda _: "metrics", DOCS_PATHS)
     apis = (
         application("inference", check, clients, calls),
-        application("management", console.check(operator), console.route(operators)),
+        application("management", *looked_on),
         application("metrics", scrapers, scraper),
     )
     served = zip(apis, settings.addresses, strict=True)
@@ -163,7 +161,7 @@ def create_server(settings: Settings, access: AccessLog | None = None) -> Server
         add_docs(api.fastapi, name, ports)
         api.elsewhere = {other: (routes[other], ports[other]) for other in routes if other != name}
     return Server(
-        lifecycle, rollouts, state, inference, management, scraped, tracing, access, faces
+        lifecycle, observers, state, inference, management, scraped, tracing, access, faces
     )
 
 

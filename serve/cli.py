@@ -255,8 +255,8 @@ def start(
 
 
 def _print_plan(settings: Settings, json_output: bool) -> None:
-    from modelyard.plugins.ops.tune.explain_plan import explain, plan_table
     from modelyard.serve.control.restore import plan_start
+    from modelyard.serve.explain_plan import explain, plan_table
 
     plan = plan_start(settings)
     if json_output:

@@ -8,7 +8,6 @@
     ├── MethodNotAllowed
     ├── ModelNotFound
     │   └── VersionNotFound
-    ├── NoRollout             the model has none
     ├── FileNotInStore
     │   └── UrlRefused        nothing is fetched from there
     ├── FetchFailed           an archive could not be fetched, or is too large
@@ -106,15 +105,6 @@ class VersionNotFound(ModelNotFound):
     def __init__(self, name: str, version: str, served: str = "") -> None:
         Exception.__init__(self, f"Model version: {version} does not exist for model: {name}")
         self.served = served
-
-
-class NoRollout(ServeError):
-    """No roll-out of the model is known."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(
-            f"{name} has no roll-out; `modelyard rollout start {name} FILE` starts one"
-        )
 
 
 class FileNotInStore(ServeError):
@@ -327,7 +317,6 @@ STATUS: dict[type[Exception], tuple[int, str]] = {
     MethodNotAllowed: (405, "MethodNotAllowedException"),
     ModelNotFound: (404, "ModelNotFoundException"),
     VersionNotFound: (404, "ModelVersionNotFoundException"),
-    NoRollout: (404, "ResourceNotFoundException"),
     FileNotInStore: (404, "ModelNotFoundException"),
     FetchFailed: (400, "DownloadArchiveException"),
     FileExists: (500, "InternalServerException"),

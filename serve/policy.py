@@ -13,7 +13,7 @@ from modelyard.base.threads import thread_environment
 from modelyard.serve.control.environment import interpreter_for
 from modelyard.serve.control.model_config import ModelConfig, ModelSpec, load_model_config
 from modelyard.serve.control.registry import Registry
-from modelyard.serve.control.saved import read_models, read_rollouts, write_models
+from modelyard.serve.control.saved import read_models, read_notes, write_models
 from modelyard.serve.control.sizing import Allocation, ResourceRequest
 from modelyard.serve.control.state import StateDir
 from modelyard.serve.control.store import find_archive, list_archives, parse_model_option
@@ -73,9 +73,9 @@ class Policy:
         pairs = map(parse_model_option, options)
         return [ModelSpec(location, name, at_start=True) for name, location in pairs]
 
-    def rollouts_at_start(self) -> dict[str, dict[str, Any]]:
-        """Return what is remembered of roll-outs, by model, whether or not models are named."""
-        return read_rollouts(self.state)
+    def notes_at_start(self) -> dict[str, Callable[[], Any]]:
+        """Return what is remembered beside the models, whether or not models are named."""
+        return read_notes(self.state)
 
     async def locate(self, location: str) -> tuple[Path, bool]:
         """Return the archive that a location names, and whether it was fetched just now.

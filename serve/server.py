@@ -157,7 +157,8 @@ async def _load(server: Server, stop: StopSignals, report: Report) -> list[str]:
 
     async def load() -> list[str]:
         warnings = await restore(server.lifecycle, progress)
-        await server.rollouts.restore(progress)
+        for observer in server.observers:
+            await observer.restore(progress)
         return warnings
 
     loading = asyncio.ensure_future(load())
@@ -244,7 +245,8 @@ async def _drain(
 async def _end(server: Server, state: StateDir, closing: list[asyncio.Task[None]]) -> None:
     """End workers and connections; what is still unanswered gets its 503."""
     loop = asyncio.get_running_loop()
-    await server.rollouts.stop()
+    for observer in server.observers:
+        await observer.stop()
     await server.lifecycle.stop(0)
     deadline = loop.time() + FLUSH_S
     closing = closing or [asyncio.create_task(face.stop(0)) for face in server.faces]

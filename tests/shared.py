@@ -10,10 +10,13 @@ import sys
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import get_args
 
 import pytest
+from modelyard_client.options import Method
 
 from modelyard.archiver import write_archive
+from modelyard.base.explain_options import EXPLAIN_OPTIONS
 from tests.serve.live import LiveServer, running
 
 ROOT = Path(__file__).parents[1]
@@ -33,6 +36,9 @@ LONGEST = (
     *("handlers", "exporter", "archiver", "benchmarks"),
 )
 """Folders and files whose tests take longest; `trips` needs what `test_docs.py` exports."""
+
+METHODS = EXPLAIN_OPTIONS["method"].choices
+FURTHER = pytest.mark.skipif("saliency" not in METHODS, reason="a plug-in brings the method")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -60,7 +66,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip what needs a CUDA device, asked for or not, on a machine without one."""
+    """Skip what needs a CUDA device, or a method that a plug-in brings, where it is not there."""
+    callspec = getattr(item, "callspec", None)
+    method = callspec.params.get("method") if callspec else None
+    if isinstance(method, str) and method in {*get_args(Method)} - {*METHODS}:
+        pytest.skip(f"a plug-in brings {method}")
     if item.get_closest_marker("gpu"):
         import torch
 

@@ -67,13 +67,6 @@ ALLOWED = {
 }
 """A package or a module of ours → what else of ours it may import; the longest name decides."""
 
-AS_YET = {
-    "exporter.cli": {"plugins.tasks"},
-    "exporter.decoder": {"plugins.tasks"},
-    "handlers": {"plugins.tasks"},
-    "serve": {"plugins.ops"},
-}
-"""What core still imports of plug-ins."""
 
 HEAVY = {"torch", "onnx", "onnxruntime", "captum", "fastapi", "starlette", "numpy", "PIL"}
 
@@ -120,8 +113,7 @@ def is_in(module: str, package: str) -> bool:
 def runs_upwards(module: str, tree: ast.AST) -> Iterator[str]:
     rule = max((part for part in ALLOWED if is_in(module, part)), key=len)
     for name in ours(tree):
-        as_yet = [part for key in AS_YET if is_in(module, key) for part in AS_YET[key]]
-        may = any(is_in(name, part) for part in (*ALLOWED[rule], *as_yet))
+        may = any(is_in(name, part) for part in ALLOWED[rule])
         if is_in(name, "serve.app") and not is_in(module, "plugins.torchserve"):
             may = module in ("serve.app", "serve.server")
         if not may:
@@ -178,13 +170,7 @@ def test_core_names_no_plug_in() -> None:
         if is_in(module, "plugins") or is_in(module, "client"):
             continue
         tree = parse(file)
-        as_yet = {part for key, parts in AS_YET.items() if is_in(module, key) for part in parts}
-        imported = [name for name in ours(tree) if is_in(name, "plugins")]
-        wrong += [
-            f"{module}: imports {name}"
-            for name in imported
-            if not any(is_in(name, part) for part in as_yet)
-        ]
+        wrong += [f"{module}: imports {name}" for name in ours(tree) if is_in(name, "plugins")]
         attributes = ("id", "attr", "arg", "name", "asname")
         names = {str(getattr(node, each, "")) for node in ast.walk(tree) for each in attributes}
         wrong += [f"{module}: {name}" for name in names if OF_A_DIALECT.search(name)]

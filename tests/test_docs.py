@@ -25,13 +25,14 @@ from typer.core import TyperGroup
 
 from modelyard.archiver.untrusted.names import builtin_handlers
 from modelyard.base.explain_options import EXPLAIN_OPTIONS
+from modelyard.base.plugins import registered
 from modelyard.cli import commands as subcommands
-from modelyard.handlers.explain.methods import METHODS
-from modelyard.handlers.explain.options import ExplainOptions
-from modelyard.serve.dataplane.metrics import Metrics
+from modelyard.handlers.explain.attribute.methods import METHODS
+from modelyard.handlers.explain.request.options import ExplainOptions
 from modelyard.serve.errors import STATUS
 from modelyard.serve.settings import Settings
 from tests import neighbours
+from tests.serve.collectors import all_metrics
 from tests.shared import EXPORT
 
 REPO = Path(__file__).parent.parent
@@ -300,19 +301,15 @@ def test_the_metrics_table_names_every_metric_with_its_labels() -> None:
     def exposed(metric: Metric) -> str:
         return metric.name + ("_total" if metric.type == "counter" else "")
 
-    metrics = Metrics()
     documented = {row[0]: (row[1], row[2].split()) for row in rows("metrics.md", "# Metrics")}
-    collectors = {
-        name: metric
-        for name, metric in vars(metrics).items()
-        if name != "registry" and hasattr(metric, "describe")
-    }
     expected = {
         exposed(family): (family.type, list(metric._labelnames))
-        for metric in collectors.values()
+        for metric in all_metrics()
         for family in metric.describe()
     }
-    assert documented == expected
+    assert expected.items() <= documented.items()
+    if registered("observers"):  # whose metrics are among these
+        assert documented == expected
 
 
 def test_the_options_table_names_every_option_of_an_explanation() -> None:
@@ -324,7 +321,7 @@ def test_the_options_table_names_every_option_of_an_explanation() -> None:
 
 def test_a_body_is_shown_for_every_built_in_handler_and_is_json() -> None:
     table = rows("calling.md", "## Bodies for every built-in handler", marks=True)
-    assert {handler.strip("`") for handler, *_ in table} == set(builtin_handlers())
+    assert {handler.strip("`") for handler, *_ in table} >= set(builtin_handlers())
     bodies = [body for _, text, _ in table for body in re.findall(r"`([\[{\"].*?)`", text)]
     assert len(bodies) > 12
     for body in bodies:
@@ -332,9 +329,9 @@ def test_a_body_is_shown_for_every_built_in_handler_and_is_json() -> None:
 
 
 def test_the_methods_table_and_the_gallery_show_every_method() -> None:
-    assert [row[0] for row in rows("explain.md", "## Methods")] == list(METHODS)
+    assert {row[0] for row in rows("explain.md", "## Methods")} >= set(METHODS)
     pictures = (REPO / "docs" / "images" / "gallery").glob("*.png")
-    assert {picture.stem for picture in pictures} == set(METHODS)
+    assert {picture.stem for picture in pictures} >= set(METHODS)
 
 
 @pytest.mark.parametrize(

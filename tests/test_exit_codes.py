@@ -114,7 +114,12 @@ NUMBERS = [
     for path, name, descriptor in OPTIONS
     if name.startswith("--") and (descriptor.is_choice or descriptor.annotation in (int, float))
 ]
-TEXTS = [(path, name, value) for path, each in WRONG.items() for name, value in each.items()]
+TEXTS = [
+    (path, name, value)
+    for path, each in WRONG.items()
+    if path.split()[0] in commands()  # a plug-in may not be there
+    for name, value in each.items()
+]
 
 
 @pytest.mark.parametrize(("path", "name", "value"), [*NUMBERS, *TEXTS], ids=str)

@@ -13,10 +13,8 @@ from modelyard import cli
 from modelyard.base.extras import EXTRAS
 from modelyard.exporter import export
 from modelyard.exporter.errors import UsageError
-from modelyard.handlers.errors import BadInput
-from modelyard.handlers.explain import quality
 from tests.serve.live import running
-from tests.shared import DIGITS
+from tests.shared import DIGITS, FURTHER
 
 
 def test_a_command_names_the_extra_that_it_misses(
@@ -47,15 +45,8 @@ def test_an_export_to_onnx_is_refused_before_it_begins(
         export(DIGITS / "digits.pt", None, (), output_dir=tmp_path)
 
 
-def test_measures_of_an_explanation_name_their_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "captum", None)
-    monkeypatch.delitem(sys.modules, "captum.metrics", raising=False)
-    message = r"quality=true: captum is not installed; pip install 'modelyard\[explain\]'"
-    with pytest.raises(BadInput, match=message):
-        quality.measure(None, (), None, {}, 0)  # type: ignore[arg-type]
-
-
 @pytest.mark.nightly
+@FURTHER
 def test_a_server_without_any_extra_predicts_and_explains(
     digits_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,16 +19,10 @@ SHARED_FOLDER = ".shared"
 
 _HANDLERS = (
     "base_handler",
-    "fill_mask",
     "image_classifier",
-    "image_encoder",
-    "image_text",
-    "question_answering",
     "tabular",
     "text",
     "text_classifier",
-    "text_encoder",
-    "token_classifier",
 )
 
 

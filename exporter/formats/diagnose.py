@@ -9,7 +9,6 @@ import platform
 import re
 import tempfile
 import traceback
-from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -134,22 +133,19 @@ def _shortest(error: BaseException) -> str:
 
 def _keep(error: BaseException, stage: str, signature: Signature, log: str) -> Path:
     """Write the full report to a file of the temporary folder that only its owner can read."""
+    lines = [
+        f"modelyard export: {stage} failed",
+        f"python {platform.python_version()}, torch {torch.__version__}, onnx {version('onnx')}",
+        *(f"input {spec}" for spec in signature.inputs),
+        "",
+        "".join(traceback.format_exception(error)),
+        *(["what the converter said meanwhile:", log] if log else []),
+    ]
     handle, name = tempfile.mkstemp(prefix="modelyard-export-", suffix=".log", text=True)
     with os.fdopen(handle, "w", encoding="utf-8") as file:
-        file.writelines(f"{line}\n" for line in _report(error, stage, signature, log))
+        file.writelines(f"{line}\n" for line in lines)
     latest = Path(tempfile.gettempdir(), f"modelyard-export-{os.getuid()}-{stage}.log")
     try:
         return Path(name).replace(latest)  # one for each stage, so that they do not gather
     except OSError:  # it is somebody else's
         return Path(name)
-
-
-def _report(error: BaseException, stage: str, signature: Signature, log: str) -> Iterator[str]:
-    yield f"modelyard export: {stage} failed"
-    yield f"python {platform.python_version()}, torch {torch.__version__}, onnx {version('onnx')}"
-    yield from (f"input {spec}" for spec in signature.inputs)
-    yield ""
-    yield "".join(traceback.format_exception(error))
-    if log:
-        yield "what the converter said meanwhile:"
-        yield log

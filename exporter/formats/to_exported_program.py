@@ -302,14 +302,10 @@ def _take_own_names(program: ExportedProgram, model: nn.Module) -> None:
         if stack := node.meta.get("nn_module_stack"):
             by_path = {own_name(path): (key, kind) for key, (path, kind) in stack.items()}
             node.meta["nn_module_stack"] = {
-                _own_key(key): (path, kind if path else root)
+                # A key is as `L__self___model.layer`, a form that torch does not state.
+                key.replace(f"{WRAPPED}.", "").replace(WRAPPED, ""): (path, kind if path else root)
                 for path, (key, kind) in by_path.items()
             }
-
-
-def _own_key(key: str) -> str:
-    """Return a key of a module stack, `L__self___model.layer`, whose form torch does not state."""
-    return key.replace(f"{WRAPPED}.", "").replace(WRAPPED, "")
 
 
 def _own_node_name(name: str) -> str:

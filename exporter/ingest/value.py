@@ -294,7 +294,7 @@ def _common(names: Collection[str], prefixes: Sequence[str]) -> str | None:
 
 def fit_names(
     tensors: Mapping[str, Tensor], original: Mapping[str, str], wanted: Iterable[str]
-) -> tuple[dict[str, Tensor], str | None]:
+) -> dict[str, Tensor]:
     """Return the tensors under the names that a class expects, as far as a prefix decides it.
 
     Args:
@@ -304,16 +304,16 @@ def fit_names(
 
     Returns:
         The tensors under the names of the file where the class has those, else without the prefix
-        of an attribute that the class has not; and that prefix.
+        of an attribute that the class has not.
     """
     wanted = set(wanted)
     in_file = {original.get(name, name): tensor for name, tensor in tensors.items()}
     if not set(tensors) & wanted and set(in_file) & wanted:
-        return in_file, None
+        return in_file
     prefix = _common(tensors, ATTRIBUTES)
     if prefix is not None and not any(name.startswith(prefix) for name in wanted):
-        return {name.removeprefix(prefix): value for name, value in tensors.items()}, prefix
-    return dict(tensors), None
+        return {name.removeprefix(prefix): value for name, value in tensors.items()}
+    return dict(tensors)
 
 
 def such_as(name: str, known: Iterable[str]) -> str:

@@ -240,8 +240,7 @@ def observe(
         named, output = chosen_outputs.names, pick(output, chosen_outputs.keys)
         watched = watch(original, raised(example, dtype is not None))
         again = flatten(_call(original, *call))
-        unsteady = _unsteady(watched, example_probe.sizes)
-        _check_repeats(named, flatten(output), again, unsteady)
+        _check_repeats(named, flatten(output), again, _unsteady(watched, example_probe.sizes))
         lowered = _lower(original, dtype)
         if lowered is not original:
             output = _call(lowered, signature, example_probe, example)
@@ -249,6 +248,7 @@ def observe(
         def run(probe: Probe, tensors: Tensors) -> Tensors:
             return _outputs(original, signature, probe, tensors, dtype)
 
+        run_example = functools.partial(run, example_probe)
         kept = _Kept(run)
         chosen = ONLY_SAMPLES if sample_only else _plan(kept, original, tried, quick=quick)
         compared = regroup(samples, signature) if sample_only else samples
@@ -259,15 +259,13 @@ def observe(
             seen.append([_remember(tensor) for tensor in case.outputs])
             for name, given in zip(named, case.outputs, strict=True):
                 bounds[name].see(given)
-        probabilities = find_probabilities(
-            bounds, signature, functools.partial(run, example_probe), example
-        )
+        probabilities = find_probabilities(bounds, signature, run_example, example)
         outputs = tuple(
             _describe(name, [case[place] for case in seen], cases.probes, signature.dims)
             for place, name in enumerate(named)
         )
         batching = find_batching(
-            functools.partial(run, example_probe),
+            run_example,
             replace(tried, outputs=outputs),
             watched.batch_norm,
             _two_batches(tried, samples if sample_only else ()),
@@ -368,8 +366,8 @@ def _lower(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     assert dtype is not None
     largest = torch.finfo(dtype).max
     for name, value in model.state_dict().items():
-        if isinstance(value, Tensor) and value.is_floating_point() and value.numel():
-            peak = value[value.isfinite()].abs().max().item() if value.isfinite().any() else 0.0
+        if isinstance(value, Tensor) and value.is_floating_point() and value.isfinite().any():
+            peak = value[value.isfinite()].abs().max().item()
             if peak > largest:
                 raise ModelError(
                     f'weight "{own_name(name)}" holds {peak:.3g}, and {dtype_name(dtype)} ends at '

@@ -236,10 +236,7 @@ def _cuts(func: Any, args: Sequence[Any]) -> bool:
 def _argument(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> object:
     """Return an operator's argument by the name that its schema has for it."""
     names = [argument.name for argument in func._schema.arguments]
-    if name not in names:
-        return None
-    place = names.index(name)
-    return args[place] if place < len(args) else kwargs.get(name)
+    return {**kwargs, **dict(zip(names, args, strict=False))}.get(name)
 
 
 def measure_sensitivity(

@@ -1,38 +1,68 @@
 """A batch and what each of its requests asks for → the explanations of each."""
 
+import io
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+import orjson
 import torch
 from torch import Tensor
 
 from modelyard.archiver.handler_files import MASKS, TYPES
 from modelyard.handlers.errors import BadInput, NoGradients, TwinDiffers
-from modelyard.handlers.explain.attribution import (
+from modelyard.handlers.explain.attribute.attribution import (
+    FORWARD_ROWS,
     Attribution,
     AttributionRequest,
     ForwardFunction,
     Model,
     Tensors,
     evaluate,
+    gradient_rows,
     is_met,
+    most_rows,
     sizes_of,
     sums_of,
 )
-from modelyard.handlers.explain.cut import Cut, cut_at_embedding, cut_at_layer
-from modelyard.handlers.explain.digits import as_lists
-from modelyard.handlers.explain.features import Groups, Shapes, features_of
-from modelyard.handlers.explain.methods import METHODS, Method
-from modelyard.handlers.explain.model import ExplainedModel
-from modelyard.handlers.explain.options import ExplainOptions
-from modelyard.handlers.explain.passes import FORWARD_ROWS, gradient_rows, most_rows
-from modelyard.handlers.explain.quality import Quality, measure
-from modelyard.handlers.explain.removal import Check, Curves, check_of, curves_of, scores_of
-from modelyard.handlers.explain.targets import NamedTarget, Place, find_targets, stacked
+from modelyard.handlers.explain.attribute.cut import Cut, cut_at_embedding
+from modelyard.handlers.explain.attribute.method import Method, Result, Windows
+from modelyard.handlers.explain.attribute.methods import MEASURES, METHODS
+from modelyard.handlers.explain.request.options import ExplainOptions
+from modelyard.handlers.explain.request.targets import (
+    ExplainedModel,
+    NamedTarget,
+    Place,
+    find_targets,
+    stacked,
+)
 from modelyard.handlers.models.backends import Artifact
 from modelyard.handlers.proof.agree import MIN_COSINE, Rule, compare
+
+
+def as_lists(tensor: Tensor) -> Any:
+    """Return nested lists; of float32 and less, the fewest digits that are read as the same number.
+
+    As float64, which Python's floats are, 0.1 would be 0.10000000149011612.
+    """
+    if tensor.dtype == torch.float64 or tensor.dim() == 0:
+        return tensor.tolist()
+    return orjson.loads(orjson.dumps(_as_array(tensor), option=orjson.OPT_SERIALIZE_NUMPY))
+
+
+def as_npy(tensor: Tensor) -> bytes:
+    """Return a file as `numpy.save` writes it: float64 as it is, all else as float32."""
+    file = io.BytesIO()
+    np.save(file, _as_array(tensor), allow_pickle=False)
+    return file.getvalue()
+
+
+def _as_array(tensor: Tensor) -> np.ndarray:
+    values = tensor.detach() if tensor.dtype == torch.float64 else tensor.detach().float()
+    return np.ascontiguousarray(values.cpu().numpy())
+
 
 NEARLY_NOTHING = 0.01
 """The share of the attributions below which what is left after they cancel is not worth colour."""
@@ -87,12 +117,10 @@ class Explanation:
     baseline_label: str | None = None
     """What a prediction says of the baseline."""
     baseline_probability: float | None = None
-    quality: Quality | None = None
     sides: tuple[float, float] | None = None
     """What speaks for the target and against it, each added up; None where the values say it."""
-    curves: Curves | None = None
-    """Where `quality` is asked for."""
-    check: Check | None = None
+    measures: Mapping[str, Any] = field(default_factory=dict)
+    """Measures that are asked for → what they say of it."""
     warnings: tuple[str, ...] = ()
     """What a reader has to know before believing it; a sentence each."""
 
@@ -122,39 +150,31 @@ class Explanation:
 
     def facts(self) -> dict[str, Any]:
         """Return the answer's fields but for its lists of numbers."""
-        quality = {
-            **(vars(self.quality) if self.quality else {}),
-            **(self.curves.as_json() if self.curves else {}),
-        }
-        return {
+        facts = {
             "method": self.options.method,
-            "output_name": self.output_name,
             "target": _listed(self.target),
-            "label": self.label,
-            **({} if self.against is None else {"against": _listed(self.against)}),
+            "against": _listed(self.against),
             "output": self.options.output,
-            "probability": self.probability,
-            "baseline": self.baseline,
-            "baseline_label": self.baseline_label,
-            "baseline_probability": self.baseline_probability,
-            "explained_with": self.explained_with,
-            "f_input": self.f_input,
-            "f_baseline": self.f_baseline,
-            "f_served": self.f_served,
             "served_delta": self.f_input - self.f_served,
-            "sum_attributions": self.sum_attributions,
-            "convergence_delta": self.convergence_delta,
-            "relative_delta": self.relative_delta,
-            "net_share": self.net_share,
-            "error": self.error,
-            "n_steps": self.n_steps,
             "tolerance": self.options.tolerance,
-            "tolerance_met": self.tolerance_met,
             "warnings": list(self.warnings),
-            **({"layer": self.options.layer} if self.options.layer else {}),
-            **({"check": self.check.as_json()} if self.check else {}),
-            **({"quality": quality} if quality else {}),
+            "layer": self.options.layer,
         }
+        optional = {name for name in ("against", "layer") if facts[name] is None}
+        shown = [name for name in _FACTS if name not in optional]
+        return {
+            **{name: facts[name] if name in facts else getattr(self, name) for name in shown},
+            **self.measures,
+        }
+
+
+_FACTS = (
+    *("method", "output_name", "target", "label", "against", "output", "probability", "baseline"),
+    *("baseline_label", "baseline_probability", "explained_with", "f_input", "f_baseline"),
+    *("f_served", "served_delta", "sum_attributions", "convergence_delta", "relative_delta"),
+    *("net_share", "error", "n_steps", "tolerance", "tolerance_met", "warnings", "layer"),
+)
+"""Fields of an answer in their order."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +212,7 @@ def explain_batch(
 
     Raises:
         BadInput: an output, target, baseline or layer that this model does not have.
-        NoGradients: see `modelyard.handlers.explain.attribution`.
+        NoGradients: see `modelyard.handlers.explain.attribute.attribution`.
         TwinDiffers: artifact and twin give different outputs for these inputs.
     """
     found: dict[tuple[str, int], list[Explanation]] = {}
@@ -219,65 +239,72 @@ def _explain_output(
     targets = [find_targets(version, *each) for each in zip(rows, options, outputs, strict=True)]
     found: dict[int, list[Explanation]] = {}
     for group in _groups(options):
-        batch = _Batch(
+        each = _explain_alike(
+            version,
             tuple(tensor[group] for tensor in inputs),
             outputs[group],
             [options[at] for at in group],
             [targets[at] for at in group],
             [rows[at] for at in group],
         )
-        found |= zip(group, _explain_alike(version, batch), strict=True)
+        found |= zip(group, each, strict=True)
     return [found[at] for at in range(len(rows))]
 
 
-@dataclass(frozen=True)
-class _Batch:
-    """Requests whose options lead to the same call of a method."""
+def _explain_alike(
+    version: ExplainedModel, inputs: Tensors, predicted: Tensor,
+    every_option: Sequence[ExplainOptions], targets: Sequence[Sequence[NamedTarget]],
+    rows: Sequence[int],
+) -> list[list[Explanation]]:  # fmt: skip
+    """Explain requests whose options lead to the same call of a method.
 
-    inputs: Tensors
-    outputs: Tensor
-    """(N, …), of the artifact that predicts."""
-    options: Sequence[ExplainOptions]
-    targets: Sequence[Sequence[NamedTarget]]
-    """Of each request."""
-    rows: Sequence[int]
-    """Which requests of the whole batch these are."""
-
-
-def _explain_alike(version: ExplainedModel, batch: _Batch) -> list[list[Explanation]]:
-    options = batch.options[0]
+    Args:
+        version: that is explained.
+        inputs: of the requests.
+        predicted: (N, …) the outputs of the artifact that predicts.
+        every_option: of each request.
+        targets: of each request.
+        rows: which requests of the whole batch these are.
+    """
+    options = every_option[0]
     method = METHODS[options.method]
     artifact = _choose(version, options.method)
-    inputs = tuple(tensor.to(artifact.device) for tensor in batch.inputs)
+    inputs = tuple(tensor.to(artifact.device) for tensor in inputs)
     split = _split(version, artifact, inputs, options)
     sets = [
         _baselines(version, split, tuple(tensor[row : row + 1] for tensor in inputs), option)
-        for row, option in enumerate(batch.options)
+        for row, option in enumerate(every_option)
     ]
-    asked = _request(version, batch, split, inputs, sets)
-    request = asked.request
-    starts = [_class_of(version, each) for each in asked.starts]
-    windows = [
-        _windows(version, batch.rows[row], request.inputs, options) for row, _ in asked.owners
-    ]
+    request, owners, served, outputs = _request(
+        version, predicted, options, targets, split, inputs, sets
+    )
+    starts = [_class_of(version, each) for each in outputs]
+    windows = [_windows(version, rows[row], request.inputs, options) for row, _ in owners]
     settings: dict[str, Any] = options.settings()
     if method.looks_at_layer:
         settings["at_layer"] = _at_layer(version, split, options)
     attributions = _run(method, request, settings, windows)
-    found: list[list[Explanation]] = [[] for _ in batch.options]
-    for at, (row, target) in enumerate(asked.owners):
-        options = batch.options[row]
+    found: list[list[Explanation]] = [[] for _ in every_option]
+    for at, (row, target) in enumerate(owners):
+        options = every_option[row]
+        if version.is_of_probabilities:
+            options = replace(options, output="probability")
         baseline = options.baseline or version.default_baseline
         part = request.part(slice(at, at + 1))
-        own = settings | (vars(windows[at]) if method.needs_windows else {})
-        numbers = _numbers(part, attributions[at], float(asked.served[at]), options, own)
-        removal = _remove(part, windows[at], numbers["attributions"], options)
-        numbers["warnings"] += (*_about_baseline(baseline, *starts[row]), *removal.warnings)
+        numbers = _numbers(part, attributions[at], float(served[at]), options)
+        numbers["warnings"] += _about_baseline(baseline, *starts[row])
+        measures = {}
+        for name in (name for name in MEASURES if getattr(options, name)):
+            own = settings | (vars(windows[at]) if method.needs_windows else {})
+            own |= _fixed(method, numbers["n_steps"])
+            result = Result(
+                part, attributions[at].attributions, method, own, windows[at], options.seed
+            )
+            measures[name], warnings = MEASURES[name](result)
+            numbers["warnings"] += warnings
         found[row].append(
             Explanation(
-                options=replace(options, output="probability")
-                if version.is_of_probabilities
-                else options,
+                options=options,
                 baseline=baseline,
                 names=split.names,
                 explained_with=artifact.file,
@@ -288,25 +315,16 @@ def _explain_alike(version: ExplainedModel, batch: _Batch) -> list[list[Explanat
                 against=target.against,
                 baseline_label=starts[row][0],
                 baseline_probability=starts[row][1],
-                check=removal.check,
-                curves=removal.curves,
+                measures=measures,
                 **numbers,
             )
         )
     return found
 
 
-@dataclass(frozen=True)
-class _Windows:
-    """What of one explanation's inputs is replaced at once."""
-
-    shapes: Shapes
-    groups: Groups
-
-
 def _windows(
     version: ExplainedModel, row: int, inputs: Tensors, options: ExplainOptions
-) -> _Windows:
+) -> Windows:
     """Return the windows that a method asks about, or the least ones that could be.
 
     Args:
@@ -317,20 +335,18 @@ def _windows(
     """
     groups = [version.groups(row, each.shape[1:]) for each in inputs]
     side = options.window if METHODS[options.method].needs_windows else 1
-    shapes = tuple(
-        _window(
-            version, each.shape[1:] if group is None else torch.Size((int(group.max()) + 1,)), side
-        )
-        for each, group in zip(inputs, groups, strict=True)
-    )
-    return _Windows(shapes, groups if any(group is not None for group in groups) else ())
+    shapes = []
+    for each, group in zip(inputs, groups, strict=True):
+        sizes = each.shape[1:] if group is None else torch.Size((int(group.max()) + 1,))
+        shapes.append(tuple(map(min, zip(version.window(sizes, side), sizes, strict=True))))
+    return Windows(tuple(shapes), groups if any(group is not None for group in groups) else ())
 
 
 def _run(
     method: Method,
     request: AttributionRequest,
     settings: Mapping[str, Any],
-    windows: Sequence[_Windows],
+    windows: Sequence[Windows],
 ) -> list[Attribution]:
     """Return what the method finds for each of the explanations, which share passes if they can."""
     own = [{**settings, **(vars(each) if method.needs_windows else {})} for each in windows]
@@ -340,61 +356,25 @@ def _run(
     return [found.part(at) for at in range(len(request))]
 
 
-@dataclass(frozen=True)
-class _Removal:
-    """What becomes of the output where features are taken away."""
-
-    check: Check | None
-    curves: Curves | None
-    warnings: tuple[str, ...]
-
-
-def _remove(
-    request: AttributionRequest, windows: _Windows, attributions: Tensors, options: ExplainOptions
-) -> _Removal:
-    """Take away what an explanation ranks first, as far as the request asks for that."""
-    if not (options.check or options.quality):
-        return _Removal(None, None, ())
-    features = features_of(request.inputs, windows.shapes, windows.groups)
-    repeats = METHODS[options.method].repeats and not windows.groups
-    scores = scores_of(features, attributions, is_mean=repeats)
-    check = check_of(request, features, scores, options.seed) if options.check else None
-    curves = curves_of(request, features, scores) if options.quality else None
-    warnings: tuple[str, ...] = ()
-    if check is not None and check.is_idle:
-        warnings = (
-            "what this explanation ranks first matters no more to the output than features chosen "
-            f"at random: {check.summary}",
-        )
-    return _Removal(check, curves, warnings)
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """What a method is called with, of M explanations, and what it need not know."""
-
-    request: AttributionRequest
-    owners: Sequence[tuple[int, NamedTarget]]
-    """Whose request and target each of the M is."""
-    served: Tensor
-    """(M,) the output at the input of the artifact that predicts."""
-    starts: Sequence[Tensor]
-    """(B, …) of each request: the outputs at its baselines."""
+_Owner = tuple[int, NamedTarget]
+"""A request, and one of its targets."""
 
 
 def _request(
-    version: ExplainedModel,
-    batch: _Batch,
-    split: _Split,
-    inputs: Tensors,
+    version: ExplainedModel, predicted: Tensor, options: ExplainOptions,
+    targets: Sequence[Sequence[NamedTarget]], split: _Split, inputs: Tensors,
     sets: Sequence[Tensors],
-) -> _Asked:
-    """Ask the model about inputs and baselines, and prepare what a method is called with."""
-    options = batch.options[0]
-    outputs = batch.outputs.to(split.artifact.device)
+) -> tuple[AttributionRequest, Sequence[_Owner], Tensor, Sequence[Tensor]]:  # fmt: skip
+    """Ask the model about inputs and baselines, and prepare what a method is called with.
+
+    Returns:
+        The request of M explanations; whose request and target each of them is; (M,) the output at
+        the input of the artifact that predicts; (B, …) the outputs at each request's baselines.
+    """
+    outputs = predicted.to(split.artifact.device)
     if split.artifact is not version.artifact:
         outputs = _evaluate(version, split.artifact, inputs)
-        _check_agreement(version.agreement, batch.outputs.to(outputs), outputs)
+        _check_agreement(version.agreement, predicted.to(outputs), outputs)
     counts = [len(rows[0]) for rows in sets]
     repeated = torch.tensor([row for row, count in enumerate(counts) for _ in range(count)])
     baseline_outputs = evaluate(
@@ -403,16 +383,16 @@ def _request(
             *(torch.cat(column) for column in zip(*sets, strict=True)),
             *(tensor[repeated.to(tensor.device)] for tensor in split.fixed),
         ),
-        _forward_rows(options, split.artifact),
+        _rows(options, split.artifact, None, ()),
         version.between_chunks,
     )
     function = _probabilities(version) if options.output == "probability" else None
     at_inputs, at_baselines, at_served = (
-        each if function is None else function(each)
-        for each in (outputs.double(), baseline_outputs.double(), batch.outputs.double())
+        function(each.double()) if function else each.double()
+        for each in (outputs, baseline_outputs, predicted)
     )
     start_rows = torch.split(at_baselines, counts)
-    owners = [(row, target) for row, each in enumerate(batch.targets) for target in each]
+    owners = [(row, target) for row, each in enumerate(targets) for target in each]
     rows = torch.tensor([row for row, _ in owners], device=outputs.device)
     places, weights = (each.to(outputs.device) for each in stacked([each for _, each in owners]))
     forward = ForwardFunction(
@@ -430,12 +410,17 @@ def _request(
         tuple(sets[row] for row, _ in owners),
         torch.cat([target.of(at_inputs[row : row + 1]) for row, target in owners]),
         torch.stack([target.of(start_rows[row]).mean() for row, target in owners]),
-        _chunk_rows(options, split.artifact, forward, explained),
+        _rows(
+            options,
+            split.artifact,
+            forward if METHODS[options.method].needs_gradients else None,
+            explained,
+        ),
         version.between_chunks,
         None if split.is_cut or not is_real else tuple(map(version.scales, explained)),
     )
     served = torch.cat([target.of(at_served[row : row + 1]) for row, target in owners])
-    return _Asked(request, owners, served, torch.split(baseline_outputs, counts))
+    return request, owners, served, torch.split(baseline_outputs, counts)
 
 
 def _class_of(version: ExplainedModel, outputs: Tensor) -> tuple[str | None, float | None]:
@@ -486,7 +471,6 @@ def _numbers(
     found: Attribution,
     f_served: float,
     options: ExplainOptions,
-    settings: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return what one explanation says of itself, for the request that it alone answers."""
     method = METHODS[options.method]
@@ -506,7 +490,9 @@ def _numbers(
         )
     delta = float(total - difference) if method.adds_up else None
     rounding = 0.0 if found.rounding is None else float(found.rounding)
-    is_apart = delta is not None and abs(float(difference)) > rounding
+    relative = None
+    if delta is not None and abs(float(difference)) > rounding:
+        relative = abs(delta / float(difference))
     found, net_share, warnings = _apart(found, method, numbers, rounding)
     error = found.error
     # Draws do not have to meet the sum: they are scattered around it, or forced to it.
@@ -515,29 +501,25 @@ def _numbers(
         if method.is_random
         else is_met(request, found, options.tolerance)
     )
-    steps = int(found.n_steps)
-    fixed: Mapping[str, Any] = settings
-    if "n_steps" in method.options:
-        fixed = {**settings, "n_steps": steps}
-    elif method.is_random and not method.needs_windows:
-        fixed = {**settings, "n_samples": steps}
     return numbers | {
         "convergence_delta": delta,
-        "relative_delta": abs(delta / float(difference))
-        if delta is not None and is_apart
-        else None,
+        "relative_delta": relative,
         "net_share": net_share,
         "error": float(error) if error is not None and bool(error.isfinite()) else None,
-        "n_steps": steps,
+        "n_steps": int(found.n_steps),
         "tolerance_met": None if error is None else is_within,
         "attributions": tuple(each[0] for each in found.attributions),
         "errors": None if found.errors is None else tuple(each[0] for each in found.errors),
-        "quality": measure(request, found.attributions, method, fixed, options.seed)
-        if options.quality
-        else None,
         "warnings": warnings,
         "sides": None if found.sides is None else tuple(found.sides[0].tolist()),
     }
+
+
+def _fixed(method: Method, steps: int) -> dict[str, int]:
+    """Return the setting that makes a method take as many points again as it took."""
+    if "n_steps" in method.options:
+        return {"n_steps": steps}
+    return {"n_samples": steps} if method.is_random and not method.needs_windows else {}
 
 
 def _apart(
@@ -637,8 +619,9 @@ def _split(
 
 
 def _cut(version: ExplainedModel, artifact: Artifact, options: ExplainOptions) -> Cut | None:
-    if METHODS[options.method].is_at_layer:
-        return cut_at_layer(artifact, _layer(options))
+    method = METHODS[options.method]
+    if method.cut is not None and not method.looks_at_layer:
+        return method.cut(artifact, _layer(options))
     if version.embedded is not None:
         return cut_at_embedding(artifact, version.embedded)
     return None
@@ -656,7 +639,9 @@ def _at_layer(
     """Return what takes explanations of inputs to the output of a layer."""
     if split.is_cut:
         raise BadInput(f"{options.method} does not apply: tokens have no places as pixels have")
-    cut = cut_at_layer(split.artifact, _layer(options))
+    take_apart = METHODS[options.method].cut
+    assert take_apart is not None
+    cut = take_apart(split.artifact, _layer(options))
 
     def at_layer(request: AttributionRequest) -> AttributionRequest:
         whole = split.restore((*request.inputs, *request.forward.fixed))
@@ -697,34 +682,32 @@ def _baselines(
     return split.select(tuple(each.to(own) for each, own in zip(found, inputs, strict=True)))
 
 
-def _window(version: ExplainedModel, sizes: torch.Size, side: int | None) -> tuple[int, ...]:
-    shape = version.window(sizes, side)
-    return tuple(min(pair) for pair in zip(shape, sizes, strict=True))
-
-
-def _chunk_rows(
-    options: ExplainOptions, artifact: Artifact, forward: ForwardFunction, explained: Tensors
+def _rows(
+    options: ExplainOptions, artifact: Artifact, forward: ForwardFunction | None, inputs: Tensors
 ) -> int:
-    if options.internal_batch_size is None and METHODS[options.method].needs_gradients:
-        rows = gradient_rows(artifact, forward, explained)
-        return min(rows, most_rows(artifact))
-    return _forward_rows(options, artifact)
+    """Return how many points share a pass: what is asked for, as far as the artifact takes it.
 
-
-def _forward_rows(options: ExplainOptions, artifact: Artifact) -> int:
-    """Return how many points share a pass: what is asked for, as far as the artifact takes it."""
+    Args:
+        options: of the request.
+        artifact: that computes.
+        forward: of a pass with gradients, whose memory counts; None for others.
+        inputs: of `forward`.
+    """
     rows = options.internal_batch_size or FORWARD_ROWS
+    if forward and options.internal_batch_size is None:
+        rows = gradient_rows(artifact, forward, inputs)
     return min(rows, most_rows(artifact))
 
 
 def _evaluate(version: ExplainedModel, artifact: Artifact, inputs: Tensors) -> Tensor:
     """Return the outputs (N, …) of the requests' inputs, which came as one batch and so fit one."""
     inputs = tuple(tensor.to(artifact.device) for tensor in inputs)
-
-    def scored(*tensors: Tensor) -> Tensor:
-        return version.score(artifact(*tensors))
-
-    return evaluate(scored, inputs, len(inputs[0]), version.between_chunks)
+    return evaluate(
+        lambda *tensors: version.score(artifact(*tensors)),
+        inputs,
+        len(inputs[0]),
+        version.between_chunks,
+    )
 
 
 def _check_agreement(rule: Rule | None, outputs: Tensor, twin: Tensor) -> None:
@@ -735,8 +718,9 @@ def _check_agreement(rule: Rule | None, outputs: Tensor, twin: Tensor) -> None:
         outputs: (N, …) of the artifact that predicts.
         twin: (N, …) of its twin.
     """
-    for row in range(len(outputs) if rule else 0):
-        assert rule is not None
+    if rule is None:
+        return
+    for row in range(len(outputs)):
         expected, found = twin[row : row + 1], outputs[row : row + 1]
         difference = rule.merge([compare(expected, found, rule.tolerance)])
         if rule.agrees(difference):

@@ -178,8 +178,10 @@ def wrong_kind(kind: str, is_stated: bool, outputs: Tensor) -> str | None:
     Args:
         kind: one of `OUTPUT_KINDS`, which the handler takes them for.
         is_stated: whether the archive says so itself.
-        outputs: of a model, real numbers.
+        outputs: of a model; of others than real numbers nothing is said.
     """
+    if not (outputs.is_floating_point() and outputs.numel()):
+        return None
     values = outputs.double()
     low, high = float(values.min()), float(values.max())
     if kind == "probabilities" and not -SUM_SLACK <= low <= high <= 1 + SUM_SLACK:
@@ -211,17 +213,6 @@ def read_whole(name: str, value: Any, low: int = 1) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < low:
         raise LoadError(f"{name} is {value!r}; expected a whole number from {low}")
     return value
-
-
-def read_share(name: str, value: Any) -> float:
-    """Read a number from 0 to 1 of model-config.yaml.
-
-    Raises:
-        LoadError: it is something else.
-    """
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 1:
-        raise LoadError(f"{name} is {value!r}; expected a number from 0 to 1")
-    return float(value)
 
 
 def read_flag(name: str, value: Any) -> bool:

@@ -18,10 +18,9 @@ from modelyard.handlers.base import BaseHandler, Classifier, Inputs
 from modelyard.handlers.body import body_of, parse_json
 from modelyard.handlers.context import Context
 from modelyard.handlers.errors import BadInput, LoadError
-from modelyard.handlers.explain.attribution import Tensors
-from modelyard.handlers.explain.bars import Bar
-from modelyard.handlers.explain.digits import as_lists
-from modelyard.handlers.explain.explanation import Explanation
+from modelyard.handlers.explain.attribute.attribution import Tensors
+from modelyard.handlers.explain.draw.bars import Bar
+from modelyard.handlers.explain.explanation import Explanation, as_lists
 from modelyard.handlers.models.backends import Output
 from modelyard.handlers.models.rows import as_dtype
 from modelyard.handlers.tasks.lists import Lists

@@ -14,11 +14,10 @@ from modelyard.base.extras import how_to_install
 from modelyard.handlers.base import Classifier, Inputs
 from modelyard.handlers.context import Context
 from modelyard.handlers.errors import BadInput, LoadError
-from modelyard.handlers.explain import bars, page, present, token_page
-from modelyard.handlers.explain.attribution import Tensors
-from modelyard.handlers.explain.digits import as_lists
-from modelyard.handlers.explain.explanation import Explanation
-from modelyard.handlers.explain.region import Region
+from modelyard.handlers.explain.attribute.attribution import Tensors
+from modelyard.handlers.explain.draw import bars, page, tokens
+from modelyard.handlers.explain.explanation import Explanation, as_lists
+from modelyard.handlers.explain.request.options import Region
 from modelyard.handlers.models.rows import read_section
 from modelyard.handlers.tasks.lists import Lists
 from modelyard.handlers.tasks.text_request import read_body
@@ -204,19 +203,18 @@ class TextHandler(Lists, Classifier):
         parts = []
         for each in explanations:
             answer = self.fields_of(index, each)
-            text, tokens = self._as_one(index, answer["tokens"])
+            text, listed = self._as_one(index, answer["tokens"])
             if each.errors is not None:
-                errors = self.aggregate(each.errors[0][: len(tokens)]).tolist()
-                tokens = [
-                    {**token, "error": off} for token, off in zip(tokens, errors, strict=True)
+                errors = self.aggregate(each.errors[0][: len(listed)]).tolist()
+                listed = [
+                    {**token, "error": off} for token, off in zip(listed, errors, strict=True)
                 ]
-            found = token_page.words_of(text, tokens)
-            strongest = token_page.strongest(found)
-            figure = token_page.figure(text, found, each.strength)
-            if strongest:
+            words = tokens.words_of(text, listed)
+            figure = tokens.figure(text, words, each.strength)
+            if strongest := tokens.strongest(words):
                 figure += f"<h3>Strongest words</h3>{bars.figure(strongest, None, each.strength)}"
-            drawn = present.of_bars([word.as_bar for word in found], "word", each.sides)
-            parts.append(present.part(each, answer, figure, drawn))
+            drawn = bars.drawn_of([word.as_bar for word in words], "word", each.sides)
+            parts.append(page.part_of(each, answer, drawn, figure))
         return page.render(parts)
 
     def groups(self, index: int, sizes: torch.Size) -> Tensor | None:

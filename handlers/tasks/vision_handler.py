@@ -1,6 +1,5 @@
 """Images in: decode, resize, crop, normalise; shared by every handler of pictures."""
 
-import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,11 +14,12 @@ from modelyard.handlers.base import BaseHandler, Classifier, Inputs
 from modelyard.handlers.body import body_of, decode_base64
 from modelyard.handlers.context import Context
 from modelyard.handlers.errors import BadInput, LoadError
-from modelyard.handlers.explain import draw, page, present
-from modelyard.handlers.explain.attribution import Tensors
+from modelyard.handlers.explain.attribute.attribution import Tensors
+from modelyard.handlers.explain.attribute.methods import METHODS
+from modelyard.handlers.explain.draw import page
+from modelyard.handlers.explain.draw.picture import Heat, render, stack, transparent
+from modelyard.handlers.explain.explainer import regions
 from modelyard.handlers.explain.explanation import Explanation
-from modelyard.handlers.explain.options import preferred_format
-from modelyard.handlers.explain.shares import regions
 from modelyard.handlers.models.rows import read_numbers
 from modelyard.handlers.tasks.pictures import (
     CHANNELS,
@@ -33,8 +33,6 @@ from modelyard.handlers.tasks.pictures import (
     resized,
     to_size,
 )
-
-PNG_OR_JSON = ("json", "png")
 
 
 class VisionHandler(BaseHandler):
@@ -135,9 +133,9 @@ class VisionHandler(BaseHandler):
         for each in explanations:
             if (heat := self._heat(inputs[0], each)) is None:
                 return super().heat_map(index, inputs, explanations)
-            texts = present.texts(each, self.fields_of(index, each), present.of_heat(heat))
-            drawn.append(draw.render(image, heat, texts, present.legend(each)))
-        return draw.stack(drawn)
+            part = page.part_of(each, self.fields_of(index, each), heat.drawn)
+            drawn.append(render(image, heat, part.texts))
+        return stack(drawn)
 
     def page(self, index: int, inputs: Tensors, explanations: Sequence[Explanation]) -> bytes:
         """Draw attributions over the picture, with a slider to look below them."""
@@ -147,8 +145,7 @@ class VisionHandler(BaseHandler):
             if (heat := self._heat(inputs[0], each)) is None:
                 return super().page(index, inputs, explanations)
             plain, figure = page.picture(image, heat, each.label)
-            answer = self.fields_of(index, each)
-            parts.append(present.part(each, answer, figure, present.of_heat(heat)))
+            parts.append(page.part_of(each, self.fields_of(index, each), heat.drawn, figure))
         return page.render(parts, plain)
 
     def overlay(self, index: int, inputs: Tensors, explanation: Explanation) -> bytes:
@@ -163,10 +160,10 @@ class VisionHandler(BaseHandler):
         height, width = inputs[0].shape[1:]
         size = self.sizes[index]
         if size is None:
-            return draw.transparent(heat, (0, 0, width, height), (width, height))
-        return draw.transparent(heat, placement(size, self.image).box_in(size), size)
+            return transparent(heat, (0, 0, width, height), (width, height))
+        return transparent(heat, placement(size, self.image).box_in(size), size)
 
-    def _heat(self, picture: Tensor, explanation: Explanation) -> draw.Heat | None:
+    def _heat(self, picture: Tensor, explanation: Explanation) -> Heat | None:
         """Return what is coloured over a picture (C, H, W).
 
         A layer's values are stretched to its size; None where they have no such places.
@@ -183,10 +180,10 @@ class VisionHandler(BaseHandler):
 
         if attributions.dim() != 3 and tuple(attributions.shape) != size:
             return None
-        return draw.Heat(
+        return Heat(
             plane(attributions),
             None if errors is None else plane(errors[0]),
-            present.has_signs(explanation),
+            METHODS[explanation.options.method].has_signs,
             explanation.strength,
             explanation.sides,
         )
@@ -234,27 +231,6 @@ class VisionHandler(BaseHandler):
                 raise BadInput(
                     f"the image is {width} × {height} pixels{made_of}; the model takes {expected}"
                 )
-
-    def wants_png(self, index: int) -> bool:
-        """Return whether request `index` asks for a picture, by `format` or its Accept header.
-
-        Raises:
-            BadInput: it asks for another format.
-        """
-        accept = self.context.get_request_header(index, "accept")
-        wanted = self.context.query[index].get(
-            "format", preferred_format(accept or "", PNG_OR_JSON)
-        )
-        if wanted not in PNG_OR_JSON:
-            raise BadInput(f'format is "{wanted}"; expected one of {", ".join(PNG_OR_JSON)}')
-        return wanted == "png"
-
-    def answer_png(self, index: int, picture: Image.Image) -> bytes:
-        """Return a picture as the PNG file that answers request `index`."""
-        self.context.set_response_content_type(index, "image/png")
-        file = io.BytesIO()
-        picture.save(file, "PNG")
-        return file.getvalue()
 
     def _find_image(self) -> TensorSpec:
         """Return the input that takes pictures."""

@@ -1,4 +1,4 @@
-"""Explain a share of live predictions, unasked, and keep how far their reasons have moved.
+"""Explain a share of live predictions, unasked, and expose how far their reasons have moved.
 
 A worker that only explains, and has nothing else to do, is given a prediction that was just
 answered, with the flag SHARES. What is not taken at once is dropped and counted: there is no queue.
@@ -9,63 +9,136 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-from modelyard.archiver.reference import MAX_BYTES, Reference
+from prometheus_client import Counter, Gauge
+
+from modelyard.archiver.reference import MAX_BYTES, Reference, parse_reference
 from modelyard.archiver.untrusted.json import parse_json
+from modelyard.archiver.untrusted.names import REFERENCE_NAME
+from modelyard.serve.control.registry import ModelVersion
 from modelyard.serve.dataplane import wire
 from modelyard.serve.dataplane.call import Call, Reply, Stream
-from modelyard.serve.errors import WorkerDied
-
-if TYPE_CHECKING:
-    from modelyard.serve.dataplane.metrics import DriftMetrics
-    from modelyard.serve.dataplane.pool import Pool
+from modelyard.serve.dataplane.metrics import Histograms, Metrics
+from modelyard.serve.dataplane.pool import Pool
+from modelyard.serve.errors import BadModelConfig, WorkerDied
+from modelyard.serve.settings import Settings
 
 logger = logging.getLogger(__name__)
 
 WINDOW = 100
 """Explanations over which shares are averaged: each moves the mean, which begins as the
 reference's, by so small a part of its distance."""
+SHARES = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)
+OUTCOMES = ("explained", "busy", "interrupted", "failed")
+"""What may become of a prediction that was drawn to be explained."""
 _OF_A_JOB = wire.LEGACY | wire.KSERVE | wire.PARTS
 """Flags by which a worker reads a request."""
 _OTHER_FORMS = wire.TENSORS | wire.INSTANCES
-"""Of requests that are not one body for the handler."""
+"""Flags of requests that are not one body for the handler."""
+
+
+class Drifts:
+    """The drift of every version that the settings, or its archive, have explained unasked."""
+
+    def __init__(self, settings: Settings, metrics: Metrics) -> None:
+        self._settings = settings
+        model, registry = ("model", "version"), metrics.registry
+        self.explained = Counter(
+            "modelyard_explained_predictions",
+            "Predictions drawn to be explained unasked, by what became of them.",
+            (*model, "outcome"),
+            registry=registry,
+        )
+        self.shares = Histograms(
+            "modelyard_attribution_share",
+            "Share of a part of the input in the sum of an explanation's absolute attributions.",
+            (*model, "part"),
+            SHARES,
+            registry,
+        )
+        self.reference = Gauge(
+            "modelyard_attribution_reference",
+            "Mean share of a part in the archive's reference.",
+            (*model, "part"),
+            registry=registry,
+        )
+        self.distance = Gauge(
+            "modelyard_attribution_drift",
+            "Total variation distance of the latest shares' means to the archive's reference.",
+            model,
+            registry=registry,
+        )
+        self._of: dict[tuple[str, str], Drift] = {}
+
+    def changed(self, model: ModelVersion, is_there: bool) -> None:
+        """Watch a version that comes, and forget the series of one that has gone.
+
+        Raises:
+            BadModelConfig: its reference is wrong.
+        """
+        key, share, file = (model.name, model.version), model.config.explain_share, model.file
+        if not is_there:
+            if (drift := self._of.pop(key, None)) is not None:
+                drift.remove()
+        elif share and model.explainers is not None:
+            try:
+                reference = parse_reference((model.folder / REFERENCE_NAME).read_bytes())
+            except ValueError as error:
+                raise BadModelConfig(f"{file}: {REFERENCE_NAME} is wrong: {error}") from error
+            drift = self._of[key] = Drift(self, model, model.explainers, share, reference)
+            model.pool.on_answer = (*model.pool.on_answer, drift.offer)
+        elif self._settings.explain_share and not (model.folder / REFERENCE_NAME).exists():
+            logger.warning(
+                "%s: explain_share is %g, and %s has no reference to compare with; its predictions "
+                "are not explained (modelyard archive --reference FILE)",
+                model.pool.plan.label, self._settings.explain_share, file,
+            )  # fmt: skip
 
 
 class Drift:
     """The reasons of one model version's predictions. Lives on the event loop; a `ReplySink`.
 
     Args:
-        label: of the model version, for the log.
+        drifts: what exposes its metrics.
+        explainers: the version's workers that only explain.
         share: of the predictions that are explained, above 0 and at most 1.
         reference: what their shares are compared with.
-        explainers: the workers that only explain.
-        start: starts these.
-        is_busy: whether requests wait for a worker, predictions or explanations.
     """
 
     def __init__(
         self,
-        label: str,
+        drifts: Drifts,
+        model: ModelVersion,
+        explainers: Pool,
         share: float,
         reference: Reference,
-        metrics: DriftMetrics,
-        explainers: Pool,
-        start: Callable[[], object],
-        is_busy: Callable[[], bool],
     ) -> None:
-        self._label = label
+        self._drifts = drifts
+        self._model = model
+        self._key = key = model.name, model.version
+        self._label = model.pool.plan.label
         self._share = share
         self._reference = reference
-        self._metrics = metrics
         self._explainers = explainers
-        self._start = start
-        self._is_busy = is_busy
         self._draw = random.Random().random
         self._means = dict(reference.shares)
         self._has_warned = False
         self._is_ended = False
+        for part, mean in reference.shares.items():
+            drifts.shares.labels(*key, part)
+            drifts.reference.labels(*key, part).set(mean)
+        drifts.distance.labels(*key)
+        self._counts = {each: drifts.explained.labels(*key, each) for each in OUTCOMES}
+
+    def remove(self) -> None:
+        """Explain nothing more, and forget the series."""
+        self._is_ended = True
+        for part in self._means:
+            self._drifts.shares.remove(*self._key, part)
+            self._drifts.reference.remove(*self._key, part)
+        self._drifts.distance.remove(*self._key)
+        for outcome in OUTCOMES:
+            self._drifts.explained.remove(*self._key, outcome)
 
     def offer(self, job: Call, reply: Reply) -> None:
         """Explain a prediction that was just answered, if it is drawn and a worker has time."""
@@ -74,10 +147,10 @@ class Drift:
         if self._draw() >= self._share or self._is_ended or job.flags & _OTHER_FORMS:
             return
         if not self._explainers.slots:
-            self._start()
+            self._model.start_explainers()
         worker = next((w for w in self._explainers.workers if w.is_idle), None)
-        if worker is None or self._is_busy():
-            self._metrics.busy.inc()
+        if worker is None or any(queue.waiting for queue in self._model.batchers):
+            self._counts["busy"].inc()
             return
         worker.run_aside(job.head, job.parts, job.flags & _OF_A_JOB | wire.SHARES, self)
 
@@ -89,12 +162,12 @@ class Drift:
 
     def cancel(self) -> bool:
         """Count an explanation that gave way to one that somebody waits for."""
-        self._metrics.interrupted.inc()
+        self._counts["interrupted"].inc()
         return True
 
     def set_exception(self, error: Exception, /) -> None:
         """Explain nothing more, unasked, once a worker has died of it."""
-        self._metrics.failed.inc()
+        self._counts["failed"].inc()
         if isinstance(error, WorkerDied) and not self._is_ended:
             self._is_ended = True
             logger.error(
@@ -107,19 +180,20 @@ class Drift:
         try:
             shares = self._read(reply)
         except ValueError as error:
-            self._metrics.failed.inc()
+            self._counts["failed"].inc()
             if not self._has_warned:
                 self._has_warned = True
                 logger.warning("%s: a prediction could not be explained unasked: %s; "
                                "further ones are counted only", self._label, error)  # fmt: skip
             return
-        self._metrics.explained.inc()
-        if not shares:  # it was as the baseline is
+        self._counts["explained"].inc()
+        if not shares or self._is_ended:  # it was as the baseline is, or nobody wants to know
             return
         for name, share in shares.items():
-            self._metrics.shares[name].observe(share)
+            self._drifts.shares.labels(*self._key, name).observe(share)
             self._means[name] += (share - self._means[name]) / WINDOW
-        self._metrics.distance.set(self._reference.distance(self._means))
+        distance = self._drifts.distance.labels(*self._key)
+        distance.set(self._reference.distance(self._means))
 
     def _read(self, reply: Reply) -> dict[str, float]:
         """Return what a worker says, which runs authors' code.

@@ -18,10 +18,10 @@ from modelyard.handlers.base import BaseHandler, Classifier, Inputs
 from modelyard.handlers.body import body_of, decode_base64
 from modelyard.handlers.context import Context
 from modelyard.handlers.errors import BadInput, LoadError
-from modelyard.handlers.explain.attribution import Tensors, ranges_of
-from modelyard.handlers.explain.bars import Bar, Values, largest
+from modelyard.handlers.explain.attribute.attribution import Tensors, ranges_of
+from modelyard.handlers.explain.draw.bars import Bar, Values, largest
 from modelyard.handlers.explain.explanation import Explanation
-from modelyard.handlers.explain.model import Target, at_place
+from modelyard.handlers.explain.request.targets import Target, at_place
 from modelyard.handlers.models.backends import Output
 from modelyard.handlers.models.folder import read_json_file, read_processor
 from modelyard.handlers.models.rows import (

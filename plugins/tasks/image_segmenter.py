@@ -1,7 +1,7 @@
 """Pictures in, a class for every pixel out: as run lengths, or as a PNG mask."""
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -9,22 +9,24 @@ from PIL import Image
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from modelyard.handlers.context import Context
 from modelyard.handlers.errors import BadInput
-from modelyard.handlers.explain.draw import colour_of_class
-from modelyard.handlers.explain.model import Target, sum_over
-from modelyard.handlers.explain.region import Region
-from modelyard.handlers.explain.targets import class_index, first_of, known_classes
+from modelyard.handlers.explain.request.options import Region
+from modelyard.handlers.explain.request.targets import (
+    Target,
+    class_index,
+    first_of,
+    known_classes,
+    sum_over,
+)
 from modelyard.handlers.models.backends import Output
 from modelyard.handlers.models.rows import first_output
-from modelyard.handlers.tasks.vision_handler import VisionHandler
-from modelyard.plugins.tasks.object_detector import refuse_crop
+from modelyard.plugins.tasks.drawn_answers import DrawnAnswers, colour_of_class
 
 MOST_CLASSES = 256
 """Of a mask whose pixels are class numbers in a byte."""
 
 
-class ImageSegmenter(VisionHandler):
+class ImageSegmenter(DrawnAnswers):
     """Serve a model of logits (N, C, h, w); the map has the size of the picture as it came.
 
     Logits are enlarged before the largest is taken, as transformers does. One class alone is there
@@ -35,13 +37,6 @@ class ImageSegmenter(VisionHandler):
     pixels outside. With `format=png` in the query, or an Accept header for image/png, it is a mask:
     a PNG file with colours, whose pixels' values are the classes.
     """
-
-    keeps_pictures: ClassVar[bool] = True
-
-    def initialize(self, context: Context) -> None:
-        """Load the archive and its `handler.image`."""
-        super().initialize(context)
-        refuse_crop(self)
 
     def postprocess(self, outputs: Output) -> list[Any]:
         """Turn logits (N, C, h, w) into the segments of each picture, or its mask."""

@@ -11,11 +11,11 @@ from torch import Tensor
 from modelyard.handlers.base import Inputs
 from modelyard.handlers.context import Context
 from modelyard.handlers.errors import BadInput, HandlerError, LoadError, NoGradients
-from modelyard.handlers.explain.draw import colour_of_class, font_of
-from modelyard.handlers.explain.model import Target, at_place
+from modelyard.handlers.explain.draw.picture import font_of
+from modelyard.handlers.explain.request.targets import Target, at_place
 from modelyard.handlers.models.backends import Output
-from modelyard.handlers.models.rows import read_section, read_share
-from modelyard.handlers.tasks.vision_handler import VisionHandler
+from modelyard.handlers.models.rows import read_section
+from modelyard.plugins.tasks.drawn_answers import DrawnAnswers, colour_of_class
 
 THRESHOLD = 0.5
 FUNCTIONS = ("softmax", "sigmoid")
@@ -49,7 +49,7 @@ class Box:
         }
 
 
-class ObjectDetector(VisionHandler):
+class ObjectDetector(DrawnAnswers):
     """Serve a detector; the answer is [{"label", "score", "box"}, …], the surest first.
 
     The model gives logits (N, Q, C) and boxes (N, Q, 4) as DETR does: centre, width and height as
@@ -61,7 +61,6 @@ class ObjectDetector(VisionHandler):
     and `function`: `softmax`, whose last class is "no object", or `sigmoid`.
     """
 
-    keeps_pictures: ClassVar[bool] = True
     class_dim: ClassVar[int] = 1
 
     def __init__(self) -> None:
@@ -85,7 +84,6 @@ class ObjectDetector(VisionHandler):
                 f"handler.detection.function is {self.function!r}; expected one of "
                 f"{', '.join(FUNCTIONS)}"
             )
-        refuse_crop(self)
 
     def preprocess(self, data: Sequence[Mapping[str, Any]]) -> Inputs:
         """Turn pictures into the model's input (N, C, H, W)."""
@@ -189,17 +187,15 @@ class ObjectDetector(VisionHandler):
             raise BadInput(f'threshold is "{text}"; expected a number from 0 to 1') from error
 
 
-def refuse_crop(handler: VisionHandler) -> None:
-    """Refuse settings that cut off a part of the picture, in which nothing would be found.
+def read_share(name: str, value: Any) -> float:
+    """Read a number from 0 to 1 of model-config.yaml.
 
     Raises:
-        LoadError: they do.
+        LoadError: it is something else.
     """
-    if handler.image.crop is not None:
-        raise LoadError(
-            f"handler.image.crop is {list(handler.image.crop)}: what lies outside would not be "
-            "seen; give handler.image a size, or resize alone"
-        )
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 1:
+        raise LoadError(f"{name} is {value!r}; expected a number from 0 to 1")
+    return float(value)
 
 
 def _logits_and_boxes(outputs: Output) -> tuple[Tensor, Tensor]:

@@ -6,8 +6,6 @@ import logging
 from collections.abc import Callable
 
 from modelyard.base.extras import what_is_missing
-from modelyard.plugins.ops.console.build import build_console
-from modelyard.plugins.ops.rollout.control import Rollouts
 from modelyard.plugins.torchserve.combined import Combined
 from modelyard.plugins.torchserve.configuration import read_tls
 from modelyard.plugins.torchserve.dialect import Dialect, dialect_answers
@@ -32,6 +30,7 @@ from modelyard.serve.front.models import why_not_ready
 from modelyard.serve.http.application import Check, changes_models, check_changes, open_to_all
 from modelyard.serve.http.connection import Access
 from modelyard.serve.http.listener import Listener, Tls
+from modelyard.serve.observers import Host, make_observers
 from modelyard.serve.settings import Address, Settings
 
 logger = logging.getLogger(__name__)
@@ -55,7 +54,6 @@ def create_server(dialect: TorchServeSettings, logs: Logs | None, settings: Sett
     policy = TorchServePolicy(settings, dialect, recorder)
     budget = answer_budget(settings, policy)
     lifecycle = Lifecycle(policy, registry, metrics, budget)
-    rollouts = Rollouts(lifecycle, metrics)
     is_off = dialect.disable_token_authorization
     tokens = None if is_off else Tokens(dialect.directory, dialect.token_expiration_min)
 
@@ -76,18 +74,11 @@ def create_server(dialect: TorchServeSettings, logs: Logs | None, settings: Sett
     inference = TorchServeInference(
         registry, metrics, check_at(dialect.inference_address), state, answers, dialect, repository
     )
-    console = build_console(
-        lifecycle,
-        None,
-        inference.front,
-        tokens.grants if tokens else None,
-        answers,
-        settings,
-        may_unregister=dialect.enable_model_api,
-        unlogged=[MODEL_LOG],
-    )
+    grants = tokens.grants if tokens else None
+    host = Host(lifecycle, metrics, answers, grants, dialect.enable_model_api, [MODEL_LOG])
+    observers = make_observers(host)
     management = TorchServeManagement(
-        registry, lifecycle, rollouts, tokens, answers, dialect.enable_model_api, console
+        registry, lifecycle, observers, tokens, answers, dialect.enable_model_api
     )
     recorder.start()
     apis = [inference.dialect, management.dialect]
@@ -104,7 +95,7 @@ def create_server(dialect: TorchServeSettings, logs: Logs | None, settings: Sett
     else:
         logger.warning("gRPC is not answered, %s", missing)
     listeners = _listen(apis, dialect, settings, budget, tls, access)
-    return Server(lifecycle, rollouts, state, *listeners, faces=faces)
+    return Server(lifecycle, observers, state, *listeners, faces=faces)
 
 
 def _make_face(

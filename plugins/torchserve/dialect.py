@@ -10,7 +10,6 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from modelyard.archiver import ArchiveError
-from modelyard.plugins.ops.console.app import Console
 from modelyard.plugins.torchserve.openapi import Document
 from modelyard.plugins.torchserve.settings import TorchServeSettings
 from modelyard.serve.dataplane.call import Stream
@@ -33,9 +32,9 @@ from modelyard.serve.http.application import (
     Calls,
     Check,
     Events,
-    Route,
 )
 from modelyard.serve.http.connection import Answer, Headers, RequestResponseCycle
+from modelyard.serve.observers import Observer, with_observers
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +62,8 @@ class Dialect:
         owns: whether a path is this API's, where one port carries several.
         calls: as of `Application`.
         begin: makes calls of requests that say only in the body for which model they are.
-        console: answers its own paths beside this API's.
+        observers: answer the paths that they own beside this API's.
+        more: answers a request before all others where it returns True.
     """
 
     def __init__(
@@ -75,20 +75,22 @@ class Dialect:
         owns: Callable[[str], bool],
         calls: Calls | None = None,
         begin: Begin | None = None,
-        console: Console | None = None,
+        observers: Sequence[Observer] = (),
+        more: Callable[[RequestResponseCycle, str], bool] | None = None,
     ) -> None:
-        route: Route = self._route
-        if console is not None:
-            check, route = console.check(check), console.route(route)
+        check, route = with_observers(observers, check, self._route)
         self.application = Application(check, answers, route, calls)
         self.document = document
         self.owns = owns
         self._answers = answers
         self._respond = respond
         self._begin = begin
+        self._more = more
 
     def _route(self, cycle: RequestResponseCycle, id: str) -> None:
         """Answer with the API's description, or as soon as the body is there."""
+        if self._more is not None and self._more(cycle, id):
+            return
         path = segments(cycle.path)
         if not path and cycle.method != "OPTIONS":
             raise MethodNotAllowed

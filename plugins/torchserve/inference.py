@@ -14,7 +14,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from email.message import Message
+from urllib.parse import parse_qsl
 
 from modelyard.plugins.torchserve import NO_WORKFLOWS, TORCHSERVE_VERSION, openapi
 from modelyard.plugins.torchserve.dialect import (
@@ -24,7 +26,6 @@ from modelyard.plugins.torchserve.dialect import (
     parameters,
     segments,
 )
-from modelyard.plugins.torchserve.forms import form_field
 from modelyard.plugins.torchserve.settings import TorchServeSettings
 from modelyard.serve.api.inference import KINDS, METHODS, Calls, split_verb, target_of_v2
 from modelyard.serve.api.oip import asks_for_ready, refuse_overrides
@@ -32,17 +33,12 @@ from modelyard.serve.control.registry import ModelVersion, Registry
 from modelyard.serve.control.repository import Repository
 from modelyard.serve.dataplane import wire
 from modelyard.serve.dataplane.call import EXPLAIN, PREDICT, Target
+from modelyard.serve.dataplane.form import MAX_CONTENT_TYPE, read_parts
 from modelyard.serve.dataplane.metrics import Metrics
 from modelyard.serve.dataplane.wire import Buffer
 from modelyard.serve.errors import BadRequest, MethodNotAllowed, NoSuchRoute, Unavailable
+from modelyard.serve.front import models
 from modelyard.serve.front.begin import Front, ServerState, find_model
-from modelyard.serve.front.models import (
-    EXTENSIONS,
-    RETRY,
-    describe_signature,
-    readiness,
-    why_not_ready,
-)
 from modelyard.serve.http.application import Answers, Check
 from modelyard.serve.http.connection import Answer, RequestResponseCycle
 
@@ -186,8 +182,8 @@ class TorchServeInference:
         )
 
     def _ready(self) -> Answer:
-        if (reason := why_not_ready(self._registry, self._state)) is not None:
-            return json_answer({"ready": False, "reason": reason}, 503, RETRY)
+        if (reason := models.why_not_ready(self._registry, self._state)) is not None:
+            return json_answer({"ready": False, "reason": reason}, 503, models.RETRY)
         return json_answer({"ready": True})
 
     def _inference_protocol(self, path: list[str]) -> Answer:
@@ -196,7 +192,7 @@ class TorchServeInference:
             case []:
                 names = ["kserve", "kubeflow"]
                 # The key without its slip is the protocol's; TorchServe's clients know the other.
-                own = list(EXTENSIONS) if self._has_tensors else names
+                own = list(models.EXTENSIONS) if self._has_tensors else names
                 about = {"extensions": own, "extenstion": names}
                 return json_answer({"name": "Torchserve", "version": TORCHSERVE_VERSION, **about})
             case ["health", "live"]:
@@ -238,10 +234,10 @@ class TorchServeInference:
         return find_model(self._registry, self._state, name, version)
 
     def _readiness(self, name: str, version: str | None = None) -> Answer:
-        return json_answer(*readiness(self._find(name, version), self._state))
+        return json_answer(*models.readiness(self._find(name, version), self._state))
 
     def _describe(self, name: str, version: str | None = None) -> Answer:
-        return json_answer(describe_signature(self._registry, self._find(name, version)))
+        return json_answer(models.describe_signature(self._registry, self._find(name, version)))
 
 
 def rephrase(error: Exception, path: list[str]) -> Exception:
@@ -258,3 +254,30 @@ NO_WORKER = (
     "maxSequenceJobQueueSize"
 )
 _KSERVE = {"predict": PREDICT, "infer": PREDICT, "explain": EXPLAIN}
+
+
+def form_field(headers: Iterable[tuple[bytes, bytes]], body: bytes, name: str) -> str | None:
+    """Return a field's text, the last one of this name; None without such a form or field.
+
+    Raises:
+        BadRequest: the form cannot be read.
+    """
+    values = (value.decode("latin-1") for header, value in headers if header == b"content-type")
+    content_type = next(values, "")
+    if len(content_type) > MAX_CONTENT_TYPE:
+        raise BadRequest(f"the Content-Type is longer than {MAX_CONTENT_TYPE} characters")
+    message = Message()
+    message["content-type"] = content_type
+    kind = message.get_content_type() if content_type else ""
+    if kind == "application/x-www-form-urlencoded":
+        return dict(parse_qsl(body.decode("latin-1"), keep_blank_values=True)).get(name)
+    if kind != "multipart/form-data" or not message.get_boundary():
+        return None
+    try:
+        parts = read_parts(content_type, body)
+    except ValueError as error:
+        raise BadRequest(str(error)) from error
+    for head, content in reversed(parts):
+        if head.get_param("name", header="content-disposition") == name:
+            return content.decode("utf-8", "replace")
+    return None

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from modelyard.plugins.ops.console.app import Console, is_console
-from modelyard.plugins.ops.rollout.control import Rollouts
-from modelyard.plugins.ops.rollout.plan import parse_plan
 from modelyard.plugins.torchserve import NO_WORKFLOWS, openapi
 from modelyard.plugins.torchserve.dialect import (
     JSON,
@@ -25,6 +22,7 @@ from modelyard.plugins.torchserve.dialect import (
 from modelyard.plugins.torchserve.tokens import Tokens
 from modelyard.serve.api.inference import pack_head
 from modelyard.serve.api.management import describe_settings, memory_bytes
+from modelyard.serve.api.routes import Routes
 from modelyard.serve.control.model_config import ModelConfig, Options
 from modelyard.serve.control.register import Lifecycle
 from modelyard.serve.control.registry import ModelVersion, Registry
@@ -42,6 +40,7 @@ from modelyard.serve.errors import (
 )
 from modelyard.serve.http.application import Answers, open_to_all
 from modelyard.serve.http.connection import Answer, RequestResponseCycle
+from modelyard.serve.observers import Observer
 
 if TYPE_CHECKING:
     pass
@@ -61,29 +60,41 @@ class TorchServeManagement:
     Args:
         tokens: None lets everybody in.
         has_model_api: whether models may be registered and unregistered.
-        console: answers beside these routes.
+        observers: add routes to these, and answer the paths that they own.
     """
 
     def __init__(
         self,
         registry: Registry,
         lifecycle: Lifecycle,
-        rollouts: Rollouts,
+        observers: Sequence[Observer],
         tokens: Tokens | None,
         answers: Answers,
         has_model_api: bool,
-        console: Console,
     ) -> None:
         self._registry = registry
         self._lifecycle = lifecycle
-        self._rollouts = rollouts
         self._tokens = tokens
         self.has_model_api = has_model_api
         self.check = tokens.check("management", ["/token"]) if tokens else open_to_all
         self._answers = answers
         document = openapi.server("models", "one_model", "management")
+        routes = Routes("", "", answers, *(each for one in observers for each in one.routers))
+
+        def owns(path: str) -> bool:
+            return is_management(path) or any(each.owns(path) for each in observers)
+
+        def more(cycle: RequestResponseCycle, id: str) -> bool:
+            """Answer a request for an observer's route."""
+            if not routes.has(cycle.path):
+                return False
+            if cycle.method not in ("GET", "HEAD") and not has_model_api:
+                raise MethodNotAllowed
+            routes(cycle, id)
+            return True
+
         self.dialect = Dialect(
-            self.check, answers, document, self._respond, is_management, console=console
+            self.check, answers, document, self._respond, owns, observers=observers, more=more
         )
 
     async def _respond(
@@ -101,8 +112,6 @@ class TorchServeManagement:
                     return await self.register(_body_or_query(cycle, body, query))
             case ["models", name]:
                 return await self._one(cycle, method, name, None, query, id)
-            case ["models", name, "rollout", *verb] if method in ("GET", "POST"):
-                return await self._roll(method, name, verb, cycle, body, query)
             case ["models", name, version]:
                 return await self._one(cycle, method, name, version, query, id)
             case ["models", name, version, "set-default"]:
@@ -147,46 +156,6 @@ class TorchServeManagement:
         if method == "OPTIONS":
             return json_answer(openapi.model_management(self._get(name, version).name))
         raise MethodNotAllowed
-
-    async def _roll(
-        self,
-        method: str,
-        name: str,
-        verb: list[str],
-        cycle: RequestResponseCycle,
-        body: bytes,
-        query: Mapping[str, str],
-    ) -> Answer:
-        """Answer a request for a model's roll-out, which is ours."""
-        rollouts, values = self._rollouts, _body_or_query(cycle, body, query)
-        if method == "GET" and not verb:
-            return json_answer(rollouts.status(name))
-        if method == "GET" or not self.has_model_api:
-            raise MethodNotAllowed
-        match verb:
-            case []:
-                if (url := _text(values, "url")) is None:
-                    raise BadRequest("Parameter url is required.")
-                plan = parse_plan(
-                    url,
-                    _text(values, "shadow"),
-                    _text(values, "for"),
-                    _text(values, "canary"),
-                    _text(values, "rule"),
-                    _text(values, "expect"),
-                    boolean(values, "keep_inputs", False),
-                    _text(values, "header"),
-                )
-                return json_answer(await rollouts.start(name, plan))
-            case ["promote"]:
-                is_forced = boolean(values, "force", False)
-                found = await rollouts.promote(name, _text(values, "to"), is_forced)
-                return json_answer(found)
-            case ["abort"]:
-                return json_answer(await rollouts.abort(name))
-            case ["back"]:
-                return json_answer(await rollouts.back(name))
-        raise NoSuchRoute
 
     def _get(self, name: str, version: str | None) -> ModelVersion:
         return self._registry.get(name, version)
@@ -402,8 +371,6 @@ def _describe_worker(slot: ReplicaSlot, config: ModelConfig) -> dict[str, Any]:
 
 def is_management(path: str) -> bool:
     """Return whether a path is this API's, where one port carries several."""
-    if is_console(path):
-        return True
     match segments(path):
         case ["models", _, "invoke"]:
             return False

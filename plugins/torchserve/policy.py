@@ -19,11 +19,12 @@ from modelyard.plugins.torchserve.logs import WorkerPipes
 from modelyard.plugins.torchserve.metrics import TorchServeMetrics
 from modelyard.plugins.torchserve.model_config import load_torchserve_config
 from modelyard.plugins.torchserve.settings import TorchServeSettings
-from modelyard.plugins.torchserve.snapshot import Snapshots, parse_model_snapshot, parse_rollouts
+from modelyard.plugins.torchserve.snapshot import Snapshots, parse_model_snapshot, parse_notes
 from modelyard.serve import errors
 from modelyard.serve.control.fetch import UrlRules, clear_leftovers, fetch_archive, is_url
 from modelyard.serve.control.model_config import ModelConfig, ModelSpec, Options
 from modelyard.serve.control.registry import Registry
+from modelyard.serve.control.saved import as_notes
 from modelyard.serve.control.sizing import Allocation, ResourceRequest, choose, this_machine
 from modelyard.serve.control.store import list_archives
 from modelyard.serve.dataplane.worker import Output, WorkerPolicy
@@ -91,9 +92,9 @@ class TorchServePolicy(Policy):
                     locations.refuse_missing(store, location)
         return [ModelSpec(location, name, at_start=True) for name, location in pairs]
 
-    def rollouts_at_start(self) -> dict[str, dict[str, Any]]:
-        """Return what a snapshot remembers of roll-outs, by model."""
-        return parse_rollouts(self._dialect.model_snapshot)
+    def notes_at_start(self) -> dict[str, Callable[[], Any]]:
+        """Return what a snapshot remembers beside the models."""
+        return as_notes(parse_notes(self._dialect.model_snapshot))
 
     async def locate(self, location: str) -> tuple[Path, bool]:
         """Return an archive of the store; what a URL names is fetched into it."""

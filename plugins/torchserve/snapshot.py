@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 SNAPSHOT_FOLDER = "config"
 """In the folder of the logs."""
 NAME = re.compile(r"\d{17}-(startup|snapshot|shutdown)\.cfg")
+KEYS = ("name", "modelCount", "created", "models")
+"""What TorchServe writes in a `model_snapshot`."""
 REQUIRED = {
     **{"defaultVersion": bool, "marName": str},
     **dict.fromkeys(("minWorkers", "maxWorkers", "batchSize", "maxBatchDelay"), int),
@@ -61,11 +63,9 @@ class Snapshots:
             logger.error("Error while saving snapshot to file %s: %s", error.filename, error)
 
     def _format(self, name: str, registry: Registry) -> str:
-        from modelyard.serve.control.registry import CANDIDATE
-
         models: dict[str, dict[str, Any]] = {}
         for model in registry:
-            if model.part == CANDIDATE:  # which its roll-out remembers
+            if not model.is_saved:
                 continue
             entry = _describe(model, registry.is_default(model))
             models.setdefault(model.name, {})[model.version] = entry
@@ -74,7 +74,7 @@ class Snapshots:
             "modelCount": sum(map(len, models.values())),
             "created": time.time_ns() // 1_000_000,
             "models": models,
-            **({"rollouts": registry.rollouts} if registry.rollouts else {}),
+            **registry.noted(),
         }
         values = {
             **self._settings.properties,
@@ -111,11 +111,10 @@ def _describe(model: ModelVersion, is_default: bool) -> dict[str, Any]:
     }
 
 
-def parse_rollouts(snapshot: Any) -> dict[str, dict[str, Any]]:
-    """Return what a `model_snapshot` remembers of roll-outs, by model."""
-    found = snapshot.get("rollouts") if isinstance(snapshot, dict) else None
-    rollouts = found if isinstance(found, dict) else {}
-    return {name: content for name, content in rollouts.items() if isinstance(content, dict)}
+def parse_notes(snapshot: Any) -> dict[str, Any]:
+    """Return what a `model_snapshot` remembers beside the models."""
+    found = snapshot if isinstance(snapshot, dict) else {}
+    return {name: value for name, value in found.items() if name not in KEYS}
 
 
 def find_snapshots(folder: Path) -> list[Path]:

@@ -58,6 +58,10 @@ class Routes:
         for router in routers:
             self.fastapi.include_router(router)
 
+    def has(self, path: str) -> bool:
+        """Return whether one of the routes is of this path."""
+        return any(route.path_regex.match(path) for route in self.routes)
+
     def __call__(self, cycle: RequestResponseCycle, id: str) -> None:
         """Have a task route a request, and answer it.
 
@@ -118,7 +122,7 @@ class Routes:
         """Return which path is near one that is not there, or which API has it."""
         path = request.url.path[:_SHOWN]
         for name, (routes, port) in self.elsewhere.items():
-            if any(route.path_regex.match(path) for route in routes.routes):
+            if routes.has(path):
                 return f"this API has no {path}; the {name} API has it, on port {port}"
         templates = [route.path for route in self.routes]
         return f"this API has no {path}{_near(path, templates)}; GET /docs shows what it has"

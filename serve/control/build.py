@@ -17,15 +17,12 @@ from typing import Any
 from modelyard.archiver import Archive
 from modelyard.archiver.errors import NotProven
 from modelyard.archiver.proven import Unproven, find_unproven
-from modelyard.archiver.reference import Reference, parse_reference
 from modelyard.archiver.signing import find_signer, read_trusted_keys
 from modelyard.archiver.untrusted.names import (
     MANIFEST_NAME,
-    REFERENCE_NAME,
     builtin_handlers,
     check_version,
 )
-from modelyard.plugins.ops.drift import Drift
 from modelyard.serve.control.model_config import ModelConfig, ModelSpec
 from modelyard.serve.control.registry import ModelVersion
 from modelyard.serve.control.sandbox import Sandbox, own_variables
@@ -231,31 +228,13 @@ class Builder:
             takes_our_options=is_ours,
             kept=kept,
             at_start=spec.at_start,
-            part=spec.part,
+            is_saved=spec.is_saved,
             is_downloaded=is_fetched,
         )
         if before is None:
             artifact = manifest.serialized_file or ""
             metrics.describe(archive.digest, artifact.rpartition(".")[2], config.capacity_rps)
             expose(model)
-        if config.explain_share and explainers is not None:
-            reference = read_reference(archive)
-            drift = Drift(
-                plan.label,
-                config.explain_share,
-                reference,
-                metrics.watch_drift(reference.shares),
-                explainers,
-                model.start_explainers,
-                lambda: max(predictions.waiting, explanations.waiting) > 0,
-            )
-            pool.on_answer = (drift.offer,)
-        elif self._policy.settings.explain_share and REFERENCE_NAME not in archive.names:
-            logger.warning(
-                "%s: explain_share is %g, and %s has no reference to compare with; its predictions "
-                "are not explained (modelyard archive --reference FILE)",
-                plan.label, self._policy.settings.explain_share, file,
-            )  # fmt: skip
         return model
 
     def prepare_explainers(self, model: ModelVersion) -> None:
@@ -347,18 +326,6 @@ def _watch(metrics: VersionMetrics, batcher: Batcher, pool: Pool, kind: int) -> 
     metrics.kinds[kind].watch(
         lambda: batcher.queued + pool.in_flight(kind), lambda: batcher.oldest_s
     )
-
-
-def read_reference(archive: Archive) -> Reference:
-    """Return what the archive's explanations usually say.
-
-    Raises:
-        BadModelConfig: its file is wrong.
-    """
-    try:
-        return parse_reference(archive.read(REFERENCE_NAME))
-    except ValueError as error:
-        raise BadModelConfig(f"{archive.path.name}: {REFERENCE_NAME} is wrong: {error}") from error
 
 
 def without_twin(preload: Preload, archive: Archive, handler: str) -> Preload:

@@ -60,8 +60,8 @@ class ModelSpec:
     at_start: bool = False
     digest: str | None = None
     """Digest of the archive that was served last; another one is not what is to be restored."""
-    part: str = ""
-    """In a roll-out, as of a `ModelVersion`."""
+    is_saved: bool = True
+    """As of a `ModelVersion`."""
     niceness: int = 0
     """Niceness of its workers."""
 

@@ -186,7 +186,7 @@ class Lifecycle:
             config = replace(config, threads=model.config.threads)
             async with self._locks[name]:
                 self.registry.refuse_gone(model)
-                self.registry.refuse_rolled(model)
+                self.registry.refuse_held(model)
                 building = self._builder.build(archive, name, spec, config, metrics=model.metrics)
                 async with building as fresh:
                     fresh.file, fresh.url, fresh.digest = model.file, model.url, model.digest
@@ -295,6 +295,7 @@ class Lifecycle:
                 self.registry.remove(model)
                 if saves:
                     self.save()
+            self.registry.announce(model, False)
             if model.is_downloaded and not any(m.file == model.file for m in self.registry):
                 (self._settings.model_store / model.file).unlink(missing_ok=True)
             try:
@@ -308,10 +309,10 @@ class Lifecycle:
         """Make a version the one that answers when a request names none.
 
         Raises:
-            Conflict: a roll-out decides over it.
+            Conflict: one of both is held.
         """
         for model in (self.registry.get(name), self.registry.get(name, version)):
-            self.registry.refuse_rolled(model)
+            self.registry.refuse_held(model)
         with self.registry.change():
             self.registry.set_default(name, version)
             self.save()

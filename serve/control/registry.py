@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -18,9 +18,6 @@ from modelyard.serve.dataplane.cache import VersionAnswers
 from modelyard.serve.dataplane.metrics import VersionMetrics
 from modelyard.serve.dataplane.pool import Pool
 from modelyard.serve.errors import Conflict, DefaultVersion, ModelNotFound, VersionNotFound
-
-LIVE, CANDIDATE = "live", "candidate"
-"""Parts in a roll-out."""
 
 
 class Split(Protocol):
@@ -64,8 +61,11 @@ class ModelVersion:
     """Whether its handler is one of ours, which knows all options of an explanation."""
     is_downloaded: bool = False
     """Whether its file was fetched, and goes when it is unregistered."""
-    part: str = ""
-    """Its part in a roll-out that decides over it: LIVE, CANDIDATE; empty for none."""
+    held: str = ""
+    """Why nobody may remove it or make another one the default, as a sentence; empty where anybody
+    may."""
+    is_saved: bool = True
+    """Whether the next start serves it; else it is up to whoever has registered it."""
     unproven: Unproven | None = None
     """Why nobody has proven what runs here; None where it was proven on these versions."""
     started_at: datetime = field(default_factory=lambda: datetime.now(UTC))
@@ -123,8 +123,11 @@ class Registry:
         self._defaults: dict[str, str] = {}
         self.splits: dict[str, Split] = {}
         """Model → what chooses, while two versions answer for it."""
-        self.rollouts: dict[str, dict[str, Any]] = {}
-        """By model, what is remembered of its roll-out."""
+        self.on_change: list[Callable[[ModelVersion, bool], None]] = []
+        """Called with a version that is added, which it may refuse by raising, and True; and with
+        one that was removed, and False."""
+        self.notes: dict[str, Callable[[], Any]] = {}
+        """What is remembered beside the models: name → what returns its JSON, empty for nothing."""
         self.lacks_all = False
         """Every model of the start failed, and none was registered since."""
 
@@ -151,6 +154,10 @@ class Registry:
         """Return whether requests that name no version go to this one."""
         return self._defaults.get(model.name) == model.version
 
+    def noted(self) -> dict[str, Any]:
+        """Return what is remembered beside the models."""
+        return {name: value for name, note in self.notes.items() if (value := note())}
+
     def refuse_duplicate(self, name: str, version: str) -> None:
         """Raise Conflict when the version is registered already."""
         if version in self._models.get(name, {}):
@@ -170,18 +177,20 @@ class Registry:
         if self.is_default(model) and len(self._models[model.name]) > 1:
             raise DefaultVersion(f"Cannot remove default version for model {model.name}")
 
-    def refuse_rolled(self, model: ModelVersion) -> None:
-        """Raise Conflict when a roll-out decides over this version."""
-        if model.part:
-            raise Conflict(
-                f"{model.name} {model.version} is the {model.part} version of a roll-out; "
-                f"`modelyard rollout status {model.name}` shows it, and "
-                f"`modelyard rollout abort {model.name}` ends it"
-            )
+    def refuse_held(self, model: ModelVersion) -> None:
+        """Raise Conflict when a version is held."""
+        if model.held:
+            raise Conflict(model.held)
+
+    def announce(self, model: ModelVersion, is_there: bool) -> None:
+        """Call what wants to know of a version that comes, or has gone."""
+        for call in self.on_change:
+            call(model, is_there)
 
     def add(self, model: ModelVersion) -> None:
         """Register; the first version of a name becomes its default."""
         self.refuse_duplicate(model.name, model.version)
+        self.announce(model, True)
         self._models.setdefault(model.name, {})[model.version] = model
         self._defaults.setdefault(model.name, model.version)
         self.lacks_all = False
@@ -189,13 +198,15 @@ class Registry:
     def swap(self, model: ModelVersion, other: ModelVersion) -> None:
         """Put another version of the same name and number in the place of one."""
         self.refuse_gone(model)
-        self.refuse_rolled(model)
+        self.refuse_held(model)
+        self.announce(model, False)
+        self.announce(other, True)
         self._models[model.name][model.version] = other
 
     def remove(self, model: ModelVersion) -> None:
         """Forget a version."""
         self.refuse_gone(model)
-        self.refuse_rolled(model)
+        self.refuse_held(model)
         self.refuse_default(model)
         versions = self._models[model.name]
         del versions[model.version]
@@ -216,11 +227,14 @@ class Registry:
     def change(self) -> Iterator[None]:
         """Undo what a block changes in the table when the block fails."""
         models = {name: dict(versions) for name, versions in self._models.items()}
-        defaults, rollouts = dict(self._defaults), dict(self.rollouts)
+        defaults, before = dict(self._defaults), list(self)
         try:
             yield
         except BaseException:
-            self._models, self._defaults, self.rollouts = models, defaults, rollouts
+            added = [model for model in self if not any(model is each for each in before)]
+            self._models, self._defaults = models, defaults
+            for model in added:
+                self.announce(model, False)
             raise
 
     def __iter__(self) -> Iterator[ModelVersion]:

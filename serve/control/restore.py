@@ -42,7 +42,7 @@ async def restore(lifecycle: Lifecycle, report: Report) -> list[str]:
     """
     policy, registry = lifecycle.policy, lifecycle.registry
     specs = policy.models_at_start()
-    registry.rollouts = policy.rollouts_at_start()
+    registry.notes = policy.notes_at_start()
     allocator = StartupAllocator(this_machine(), len(specs))
     starts = [_start(lifecycle, spec, allocator, report) for spec in specs]
     tasks = [asyncio.ensure_future(start) for start in starts]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from modelyard.serve.control.model_config import ModelSpec
-from modelyard.serve.control.registry import CANDIDATE, Registry
+from modelyard.serve.control.registry import Registry
 from modelyard.serve.control.state import StateDir, read_json, write_json
 from modelyard.serve.errors import ServeError, StorageFull, is_disk_full
 from modelyard.serve.settings import MOST_WORKERS
@@ -28,12 +29,21 @@ def read_models(state: StateDir, is_trial: bool = False) -> list[ModelSpec]:
     return _read(state, is_trial)[0]
 
 
-def read_rollouts(state: StateDir) -> dict[str, dict[str, Any]]:
-    """Return what is remembered of roll-outs, by model; of the file that `read_models` reads."""
-    return _read(state, is_trial=True)[1]
+def read_notes(state: StateDir) -> dict[str, Callable[[], Any]]:
+    """Return what is remembered beside the models; of the file that `read_models` reads."""
+    return as_notes(_read(state, is_trial=True)[1])
 
 
-def _read(state: StateDir, is_trial: bool) -> tuple[list[ModelSpec], dict[str, dict[str, Any]]]:
+def as_notes(content: Mapping[str, Any]) -> dict[str, Callable[[], Any]]:
+    """Return JSON in the form of a registry's `notes`; who wrote it does so again, or nobody."""
+    return {name: partial(_same, value) for name, value in content.items()}
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _read(state: StateDir, is_trial: bool) -> tuple[list[ModelSpec], dict[str, Any]]:
     for file in (state.models_file, state.previous_models_file):
         try:
             content = read_json(file)
@@ -44,10 +54,7 @@ def _read(state: StateDir, is_trial: bool) -> tuple[list[ModelSpec], dict[str, d
             if len(known) < len(models):
                 logger.error("%s: %d of %d entries make no sense and are left out", file,
                              len(models) - len(known), len(models))  # fmt: skip
-            rollouts = content.get("rollouts", {})
-            if not isinstance(rollouts, dict):
-                raise ValueError("its rollouts are not an object")
-            return known, {k: v for k, v in rollouts.items() if isinstance(v, dict)}
+            return known, {k: v for k, v in content.items() if k not in ("schema", "models")}
         except FileNotFoundError:
             continue
         except (OSError, ValueError, LookupError, TypeError) as error:
@@ -75,22 +82,14 @@ def write_models(state: StateDir, registry: Registry) -> None:
             "default": registry.is_default(model),
         }
         for model in registry
-        if model.part != CANDIDATE  # which its roll-out remembers
+        if model.is_saved
     ]
-    sizes = {model.name: model.pool.least for model in registry if model.part == CANDIDATE}
-    rollouts = {
-        name: {**content, "workers": sizes.get(name, content.get("workers"))}
-        for name, content in registry.rollouts.items()
-    }
     file, previous = state.models_file, state.previous_models_file
     try:
         with contextlib.suppress(OSError):
             previous.unlink(missing_ok=True)
             os.link(file, previous)
-        write_json(
-            file,
-            {"schema": SCHEMA, "models": models, **({"rollouts": rollouts} if rollouts else {})},
-        )
+        write_json(file, {"schema": SCHEMA, "models": models, **registry.noted()})
     except OSError as error:
         kind = StorageFull if is_disk_full(error) else ServeError
         raise kind(f"the change could not be saved: {error.strerror}") from error

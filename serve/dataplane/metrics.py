@@ -45,9 +45,6 @@ SECONDS = (
 )
 """From the smallest models' answers to the longest time that a request has by default."""
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
-SHARES = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)
-OUTCOMES = ("explained", "busy", "interrupted", "failed")
-"""Label values: what became of a prediction that was drawn to be explained."""
 
 
 class Histogram:
@@ -292,52 +289,6 @@ class Metrics:
         self.unproven = gauge(
             "model_unproven", "1; nobody has proven it on the versions here.", (*model, "reason")
         )
-        part = (*model, "part")
-        self.explained = count(
-            "explained_predictions",
-            "Predictions drawn to be explained unasked, by what became of them.",
-            (*model, "outcome"),
-        )
-        self.attribution_share = Histograms(
-            "modelyard_attribution_share",
-            "Share of a part of the input in the sum of an explanation's absolute attributions.",
-            part,
-            SHARES,
-            registry,
-        )
-        self.attribution_reference = gauge(
-            "attribution_reference", "Mean share of a part in the archive's reference.", part
-        )
-        self.attribution_drift = gauge(
-            "attribution_drift",
-            "Total variation distance of the latest shares' means to the archive's reference.",
-            model,
-        )
-        rolled = ("model", "candidate")
-        self.rollout_compared = count(
-            "rollout_compared",
-            "Requests that a roll-out's candidate answered beside the live version, by verdict.",
-            (*rolled, "verdict"),
-        )
-        self.rollout_noise = count(
-            "rollout_noise",
-            "Requests that the live version answered a second time, by verdict.",
-            (*rolled, "verdict"),
-        )
-        self.rollout_dropped = count(
-            "rollout_shadow_dropped",
-            "Requests that were drawn for the candidate and not compared, by reason.",
-            (*rolled, "reason"),
-        )
-        self.rollout_state = gauge(
-            "rollout_state", "1 for the state that a roll-out is in.", (*rolled, "state")
-        )
-        self.rollout_share = gauge(
-            "rollout_canary_share", "Share of the requests that the candidate answers.", rolled
-        )
-        self.rollout_returned = count(
-            "rollout_returned", "Candidates that were taken back after they had answered.", rolled
-        )
         self.unrouted = count(
             "unrouted_requests",
             "Requests for no registered model, or without the right to it, by HTTP status.",
@@ -378,7 +329,6 @@ class VersionMetrics:
         self._labels = (model, version)
         self.kinds = tuple(KindMetrics(metrics, model, version, kind) for kind in KINDS)
         self.restarts = metrics.restarts.labels(model, version)
-        self._drift: DriftMetrics | None = None
         self._has_cache = False
         self._about: tuple[str, ...] = ()
         self._doubt: tuple[str, ...] = ()
@@ -399,11 +349,6 @@ class VersionMetrics:
         """Expose why nobody has proven what runs here."""
         self._doubt = (*self._labels, reason)
         self._metrics.unproven.labels(*self._doubt).set(1)
-
-    def watch_drift(self, reference: Mapping[str, float]) -> DriftMetrics:
-        """Return the series of the parts whose mean shares a reference holds."""
-        self._drift = DriftMetrics(self._metrics, self._labels, reference)
-        return self._drift
 
     def watch_cache(self, kept: KeptCounts) -> None:
         """Read what came of looking for answers that are kept, at each scrape."""
@@ -434,44 +379,12 @@ class VersionMetrics:
             metrics.unproven.remove(*self._doubt)
         for kind in self.kinds:
             kind.remove()
-        if self._drift is not None:
-            self._drift.remove()
         if self._has_cache:
             metrics.cache_bytes.remove(*self._labels)
             metrics.cache_evictions.remove(*self._labels)
             for name in KINDS:
                 for outcome in LOOKUPS:
                     metrics.cache_lookups.remove(*self._labels, name, outcome)
-
-
-class DriftMetrics:
-    """What explanations that nobody asked for say of one model version.
-
-    Its labels are the parts of the archive's reference, of which there are few.
-    """
-
-    def __init__(
-        self, metrics: Metrics, labels: tuple[str, str], reference: Mapping[str, float]
-    ) -> None:
-        self._metrics = metrics
-        self._labels = labels
-        self.shares = {part: metrics.attribution_share.labels(*labels, part) for part in reference}
-        for part, mean in reference.items():
-            metrics.attribution_reference.labels(*labels, part).set(mean)
-        self.distance = metrics.attribution_drift.labels(*labels)
-        self.explained, self.busy, self.interrupted, self.failed = (
-            metrics.explained.labels(*labels, outcome) for outcome in OUTCOMES
-        )
-
-    def remove(self) -> None:
-        """Forget the series."""
-        metrics, labels = self._metrics, self._labels
-        for part in self.shares:
-            metrics.attribution_share.remove(*labels, part)
-            metrics.attribution_reference.remove(*labels, part)
-        metrics.attribution_drift.remove(*labels)
-        for outcome in OUTCOMES:
-            metrics.explained.remove(*labels, outcome)
 
 
 class Counted(NamedTuple):
@@ -481,51 +394,6 @@ class Counted(NamedTuple):
     errors: int
     """Answers of those with status 400 or above."""
     refused: int
-
-
-class RolloutMetrics:
-    """The metrics of one roll-out."""
-
-    def __init__(self, metrics: Metrics, model: str, candidate: str) -> None:
-        self._metrics = metrics
-        self._labels = (model, candidate)
-        self._known: set[tuple[Counter | Gauge, tuple[str, ...]]] = set()
-        self._state = ""
-        self.returned = self._of(metrics.rollout_returned)
-
-    def compared(self, verdict: str) -> None:
-        """Count a request that both have answered."""
-        self._of(self._metrics.rollout_compared, verdict).inc()
-
-    def repeated(self, verdict: str) -> None:
-        """Count a request that the live version has answered twice."""
-        self._of(self._metrics.rollout_noise, verdict).inc()
-
-    def dropped(self, reason: str) -> None:
-        """Count a request that was drawn and not compared."""
-        self._of(self._metrics.rollout_dropped, reason).inc()
-
-    def entered(self, state: str, share: float) -> None:
-        """Expose the state, and what share the candidate answers."""
-        gauge = self._metrics.rollout_state
-        if self._state:
-            gauge.labels(*self._labels, self._state).set(0)
-        self._state = state
-        self._known.add((gauge, (*self._labels, state)))
-        gauge.labels(*self._labels, state).set(1)
-        self._known.add((self._metrics.rollout_share, self._labels))
-        self._metrics.rollout_share.labels(*self._labels).set(share)
-
-    def remove(self) -> None:
-        """Forget the series."""
-        for family, labels in self._known:
-            family.remove(*labels)
-        self._known.clear()
-
-    def _of(self, family: Counter, *more: str) -> Counter:
-        labels = (*self._labels, *more)
-        self._known.add((family, labels))
-        return family.labels(*labels)
 
 
 class KindMetrics:

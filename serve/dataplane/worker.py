@@ -313,7 +313,8 @@ class Worker(asyncio.BufferedProtocol):
         self._pool.lost(self)
         if self._aside is not None:
             (_, sink), self._aside = self._aside, None
-            sink.set_exception(self.death)
+            if not sink.done():
+                sink.set_exception(self.death)
         if not self.loaded.done():
             assert self._process is not None
             kind = LoadKilled if self._was_killed else LoadFailed
@@ -544,6 +545,8 @@ class Worker(asyncio.BufferedProtocol):
         was_stream, self._streams_aside = self._streams_aside, False
         if item.flags & wire.UNREAD:
             sink.cancel()
+        elif sink.done():
+            return  # nobody waits for it any more
         elif was_stream:
             sink.set_exception(StreamBroken("it is streamed, and nobody reads it"))
         else:

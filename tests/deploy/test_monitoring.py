@@ -18,7 +18,7 @@ import httpx
 import pytest
 import yaml
 
-from modelyard.serve.dataplane.metrics import Metrics
+from tests.serve.collectors import all_metrics
 from tests.serve.live import LiveServer, build_archive, poll
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -77,8 +77,8 @@ def ask(server: LiveServer) -> None:
 def known_labels() -> dict[str, set[str]]:
     """Return the labels of each series that the server may have, those of rules included."""
     found: dict[str, set[str]] = {}
-    for metric in vars(Metrics()).values():
-        for family in metric.describe() if hasattr(metric, "describe") else ():
+    for metric in all_metrics():
+        for family in metric.describe():
             ends = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}
             for end in ends.get(family.type, ("",)):
                 found[family.name + end] = {*metric._labelnames, *OF_PROMETHEUS}
@@ -175,8 +175,7 @@ def test_promtool_takes_rules_metrics_and_the_dashboards_expressions(
     promtool("check", "metrics", text=server.metrics.get("/metrics", params={"name[]": OURS}).text)
 
 
-OURS = [metric._about[0] if hasattr(metric, "_about") else metric._name
-        for metric in vars(Metrics()).values() if hasattr(metric, "describe")]  # fmt: skip
+OURS = [metric._about[0] if hasattr(metric, "_about") else metric._name for metric in all_metrics()]
 EMPTY = {
     *("Drift of reasons", "Explained in the background", "Mean share of each part"),
     *(rule["alert"] for rule in rules() if "alert" in rule),

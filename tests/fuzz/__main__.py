@@ -33,7 +33,7 @@ def main() -> int:
     options = parser.parse_args()
     preload_guard()
     # Only now: what torch allocates must be guarded from its first tensor on.
-    from modelyard.handlers.judge.looking import CHECKED
+    from modelyard.handlers.judge.checked import CHECKED
     from modelyard.handlers.judge.operators import ALLOWED
     from tests.fuzz.run import Fuzzer, replay
 

@@ -10,7 +10,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from modelyard.handlers.errors import NoGradients
-from modelyard.handlers.explain.attribution import (
+from modelyard.handlers.explain.attribute.attribution import (
     AttributionRequest,
     ForwardFunction,
     Model,

@@ -8,7 +8,7 @@ import torch
 
 from modelyard.handlers import LoadError
 from modelyard.handlers.models.backends import Artifact, open_artifact
-from modelyard.handlers.models.compiled import compile_artifact, compile_options, runs_on_tensorrt
+from modelyard.handlers.models.packed import compile_artifact, compile_options, runs_on_tensorrt
 
 IMAGES = [(torch.rand(rows, 1, 8, 8),) for rows in (1, 5)]
 

@@ -4,19 +4,21 @@ import pytest
 
 from modelyard.base.explain_options import EXPLAIN_OPTIONS
 from modelyard.handlers.errors import BadInput
-from modelyard.handlers.explain.methods import METHODS
-from modelyard.handlers.explain.options import (
+from modelyard.handlers.explain.attribute.methods import METHODS
+from modelyard.handlers.explain.request.options import (
     MEDIA_TYPES,
     ExplainOptions,
     gather_options,
     parse_options,
 )
+from tests.shared import FURTHER
 
 
 def test_no_parameters_ask_for_the_defaults() -> None:
     assert parse_options({}) == ExplainOptions()
 
 
+@FURTHER
 def test_every_parameter_is_read() -> None:
     query = {
         "method": "integrated_gradients",
@@ -41,6 +43,7 @@ def test_every_parameter_is_read() -> None:
     assert options.settings() == {"tolerance": 0.5, "max_steps": 90}
 
 
+@FURTHER
 def test_methods_take_their_own_options() -> None:
     query = {"method": "kernel_shap", "n_samples": "30", "seed": "1", "window": "2"}
     assert parse_options(query).settings() == {
@@ -64,16 +67,27 @@ def test_methods_take_their_own_options() -> None:
         ({"internal_batch_size": "0"}, "expected a whole number from 1 to 1024"),
         ({"method": "occlusion", "window": "0"}, "expected a whole number from 1 to 1024"),
         ({"method": "occlusion", "stride": "0"}, "expected a whole number from 1 to 1024"),
-        ({"method": "smoothgrad", "n_samples": "20001"}, "from 1 to 20000"),
-        ({"method": "smoothgrad", "max_samples": "1"}, "from 2 to 20000"),
-        ({"method": "smoothgrad", "noise": "0"}, "expected a number above 0 and at most 1"),
+        pytest.param(
+            {"method": "smoothgrad", "n_samples": "20001"}, "from 1 to 20000", marks=FURTHER
+        ),
+        pytest.param(
+            {"method": "smoothgrad", "max_samples": "1"}, "from 2 to 20000", marks=FURTHER
+        ),
+        pytest.param(
+            {"method": "smoothgrad", "noise": "0"},
+            "expected a number above 0 and at most 1",
+            marks=FURTHER,
+        ),
         ({"output": "odds"}, 'output is "odds"; expected one of logit, probability'),
         ({"aggregate": "max"}, 'aggregate is "max"; expected one of none, sum'),
-        ({"quality": "1"}, 'quality is "1"; expected one of true, false'),
+        pytest.param(
+            {"quality": "1"}, 'quality is "1"; expected one of true, false', marks=FURTHER
+        ),
         ({"n_steps": "9", "max_steps": "90"}, "n_steps and max_steps are given; expected one"),
-        (
+        pytest.param(
             {"method": "kernel_shap", "n_samples": "90", "max_samples": "90"},
             "n_samples and max_samples are given; expected one",
+            marks=FURTHER,
         ),
         ({"seed": "3"}, "seed does not apply: nothing is random in integrated_gradients"),
         ({"output_name": "a,,b"}, 'output_name is "a,,b"; expected the name of an output'),

@@ -7,13 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from modelyard.handlers.explain.attribution import (
+from modelyard.handlers.explain.attribute.attribution import (
     Attribution,
     AttributionRequest,
     ForwardFunction,
     sums_of,
 )
-from modelyard.handlers.explain.methods import METHODS
+from modelyard.handlers.explain.attribute.methods import METHODS
+from tests.shared import FURTHER
 
 GROUP = torch.tensor([0, 1, 1, 1, 2, 3, 3, 4, 5, 6, 6, 7, 8, 9, 9, 9])
 """Ten features of sixteen values."""
@@ -64,6 +65,7 @@ def shapley() -> Tensor:
     return torch.stack(values)
 
 
+@FURTHER
 def test_all_sets_of_ten_groups_are_exact(shapley: Tensor) -> None:
     found = run("kernel_shap", n_samples=1024)
     assert torch.allclose(by_group(found.attributions[0][0]), shapley, rtol=0, atol=1e-12)
@@ -76,6 +78,7 @@ def test_all_sets_of_ten_groups_are_exact(shapley: Tensor) -> None:
 
 
 @pytest.mark.parametrize("n_samples", [60, 300])
+@FURTHER
 def test_fewer_sets_of_groups_are_within_their_standard_error(
     shapley: Tensor, n_samples: int
 ) -> None:

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from modelyard.handlers.explain import draw
+from modelyard.handlers.explain.draw import picture as draw
 
 
 def drawn(
@@ -19,7 +19,6 @@ def drawn(
         Image.fromarray(image),
         draw.Heat(attributions, **heat),
         draw.Texts(f"Why “{label}”?", "p = 0.998", "digits 1.0", [note]),
-        "red is more",
     )
     sheet = Image.open(io.BytesIO(png))
     assert (sheet.format, sheet.mode) == ("PNG", "RGB")
@@ -110,7 +109,7 @@ def test_what_is_below_its_own_error_is_pale() -> None:
     heat = draw.Heat(values, errors)
     assert heat.colours[0].tolist() == [1, 1, 0, 0, 0, 0, 0, 0]
     assert heat.colours[1, 0] == draw.PALE
-    assert heat.unsure == pytest.approx(1 / 3)
+    assert heat.drawn.unsure == pytest.approx(1 / 3)
     _, overlay = panels(drawn(np.zeros((8, 8), np.uint8), values, errors=errors), 320)
     assert overlay[20, 20].tolist() == [103, 0, 31]
     assert overlay[60, 20].min() > 150

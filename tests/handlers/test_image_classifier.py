@@ -12,7 +12,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 from modelyard.handlers import BadInput, Context, HandlerError, ImageClassifier, LoadError
-from modelyard.handlers.explain.attribution import DEFAULT_TOLERANCE
+from modelyard.handlers.explain.attribute.attribution import DEFAULT_TOLERANCE
+from tests.shared import FURTHER
 
 MakeContext = Callable[..., Context]
 
@@ -184,6 +185,7 @@ def test_black_and_white_are_set_before_normalising(
 
 
 @pytest.mark.parametrize("baseline", ["mean", "blur", "noise", "file:page.png", "file:pages"])
+@FURTHER
 def test_baselines_are_pictures_of_the_inputs_size(
     make_context: MakeContext,
     digits_folder: Path,
@@ -432,6 +434,7 @@ def test_a_page_does_not_add_up_what_has_no_sum(
     assert said in account if said else ";" not in account and "against" not in account
 
 
+@FURTHER
 def test_a_page_of_a_layer_has_its_largest_values(
     make_context: MakeContext, scans: list[bytes]
 ) -> None:

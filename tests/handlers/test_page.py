@@ -13,10 +13,11 @@ import torch
 from PIL import Image
 
 from modelyard.base import explain_words as words
-from modelyard.handlers.explain import bars, page, token_page
-from modelyard.handlers.explain.bars import Bar, Values
-from modelyard.handlers.explain.digits import as_lists, as_npy
-from modelyard.handlers.explain.draw import Heat, Texts
+from modelyard.handlers.explain.draw import bars, page
+from modelyard.handlers.explain.draw import tokens as token_page
+from modelyard.handlers.explain.draw.bars import Bar, Values
+from modelyard.handlers.explain.draw.picture import Heat, Texts
+from modelyard.handlers.explain.explanation import as_lists, as_npy
 
 EVIL = "</style></script><script>alert(1)</script>\"'&"
 

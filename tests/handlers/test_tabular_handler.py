@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from modelyard.archiver.reference import Reference
 from modelyard.handlers import BadInput, Context, LoadError, TabularHandler
+from tests.shared import FURTHER
 
 Initialized = Callable[..., tuple[TabularHandler, Context]]
 
@@ -171,6 +172,7 @@ def test_each_feature_gets_its_share(initialized: Initialized, method: str) -> N
     assert (answer["f_baseline"], answer["label"]) == (0.0, "buys")
 
 
+@FURTHER
 def test_rows_of_the_archive_are_a_baseline_set(initialized: Initialized, tmp_path: Path) -> None:
     rows = [{**ROW, "smoker": answer} for answer in ("yes", "no")]
     (tmp_path / "others.json").write_text(json.dumps(rows))

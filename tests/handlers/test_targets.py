@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from modelyard.archiver.signature import Dim, TensorSpec
 from modelyard.handlers import BadInput
-from modelyard.handlers.explain.attribution import Tensors
+from modelyard.handlers.explain.attribute.attribution import Tensors
 from modelyard.handlers.explain.explanation import Explanation, explain_batch
-from modelyard.handlers.explain.model import ExplainedModel
-from modelyard.handlers.explain.options import parse_options
+from modelyard.handlers.explain.request.options import parse_options
+from modelyard.handlers.explain.request.targets import ExplainedModel
 from modelyard.handlers.models.backends import Artifact
 
 LABELS = ("sky", "sea")

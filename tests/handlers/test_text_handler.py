@@ -17,6 +17,7 @@ from modelyard.handlers import (
     NoGradients,
     TextHandler,
 )
+from tests.shared import FURTHER
 
 Initialized = Callable[..., tuple[TextHandler, Context]]
 
@@ -291,6 +292,7 @@ def test_embedding_is_kept_whole_where_asked_for(initialized: Initialized) -> No
     assert answer["shape"] == [3, 4]
 
 
+@FURTHER
 def test_layer_of_an_exported_program_is_explained(initialized: Initialized, mood: Mood) -> None:
     query = {"method": "layer_integrated_gradients", "layer": "hidden", "n_steps": "30"}
     handler, context = initialized(query={**query, "aggregate": "none", "target": "1"})
@@ -312,6 +314,7 @@ def test_layer_of_an_exported_program_is_explained(initialized: Initialized, moo
         handler.explain([{"body": "good"}], context)
 
 
+@FURTHER
 def test_layer_of_torchscript_is_refused(initialized: Initialized) -> None:
     query = {"method": "layer_integrated_gradients", "layer": "hidden"}
     handler, context = initialized("mood.pt", query=query)

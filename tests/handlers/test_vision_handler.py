@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from modelyard.base import explain_words as words
 from modelyard.handlers import BadInput, Context, LoadError, VisionHandler
 from modelyard.handlers.explain.explanation import explain_batch
-from modelyard.handlers.explain.options import parse_options
+from modelyard.handlers.explain.request.options import parse_options
 from modelyard.handlers.tasks.pictures import (
     DEFAULT_SETTINGS,
     MAX_PIXELS,

@@ -197,15 +197,6 @@ CALLS = {
 }
 
 
-def test_the_cookie_of_the_console_is_for_tls_only_under_tls(
-    server: LiveServer, folder: Path
-) -> None:
-    form = {"content_type": "application/x-www-form-urlencoded"}
-    token = f"token={TOKENS['admin']}".encode()
-    answer = ask(server, "management", folder, None, "POST", "/console/sign-in", token, **form)
-    assert answer.status_code == 303 and answer.headers["set-cookie"].endswith("; Secure")
-
-
 @pytest.mark.parametrize("api", CALLS)
 def test_a_page_that_is_named_may_call_every_api_and_read_what_it_answers(
     server: LiveServer, folder: Path, api: str

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hmac
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from urllib.parse import unquote
 
 from modelyard.archiver import ArchiveError
 from modelyard.plugins.ops.console.render import Renderer
@@ -23,7 +22,7 @@ from modelyard.serve.errors import (
     Unauthorized,
     http_status,
 )
-from modelyard.serve.http.application import Answers, Check, Route
+from modelyard.serve.http.application import Answers
 from modelyard.serve.http.connection import Answer, Headers, RequestResponseCycle
 from modelyard.serve.http.tokens import Grants
 
@@ -63,30 +62,6 @@ class Console:
         ]
         self._pages = [*own, *pages]
 
-    def check(self, others: Check) -> Check:
-        """Return the token check of a port that the console is on: its own paths check themselves.
-
-        Args:
-            others: of all other paths.
-        """
-
-        def check(path: str, headers: Headers) -> None:
-            if not is_console(path):
-                others(path, headers)
-
-        return check
-
-    def route(self, others: Route) -> Route:
-        """Return what routes the requests of a port that the console is on."""
-
-        def route(cycle: RequestResponseCycle, id: str) -> None:
-            if is_console(cycle.path):
-                self(cycle, id)
-            else:
-                others(cycle, id)
-
-        return route
-
     def __call__(self, cycle: RequestResponseCycle, id: str) -> None:
         """Check a request, and answer it once its body is there."""
         visit = self._visit(cycle, id)
@@ -124,10 +99,8 @@ class Console:
         Raises:
             NoSuchRoute, MethodNotAllowed, BadRequest.
         """
-        path = cycle.raw_path.decode("latin-1")
-        parts = [unquote(part) for part in path.split("/")[2:]]
-        found = [(page, names) for page in self._pages
-                 if (names := page.match(parts)) is not None]  # fmt: skip
+        path = cycle.raw_path.decode("latin-1").removeprefix(ROOT)
+        found = [(page, names) for page in self._pages if (names := page.match(path)) is not None]
         if not found:
             raise NoSuchRoute
         for page, names in found:

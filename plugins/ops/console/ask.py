@@ -1,27 +1,20 @@
-"""A request of a page to a model: the way of every client's request, its answer for a page."""
+"""A request of a page to a model, which waits in the model's queue as every client's does."""
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
 from time import monotonic
+from urllib.parse import parse_qsl
 
+from modelyard.base.explain_options import check_query
 from modelyard.serve.control.registry import ModelVersion
-from modelyard.serve.dataplane.call import EXPLAIN, Stream, Target
-from modelyard.serve.dataplane.tracing import Attributes
-from modelyard.serve.errors import StreamBroken
-from modelyard.serve.front.begin import (
-    AwaitedReply,
-    Front,
-    Headers,
-    Served,
-    check_options,
-    pack_fields,
-    unpack_headers,
-)
+from modelyard.serve.dataplane import wire
+from modelyard.serve.dataplane.call import EXPLAIN, Call, Reply, Stream
+from modelyard.serve.errors import BadRequest, StreamBroken, http_status
 
 MOST_STREAMED_BYTES = 1 << 20
-"""Of an answer that comes in pieces; a page shows it when it is whole."""
+"""Longest answer in pieces; a page shows it when it is whole."""
 
 
 @dataclass(frozen=True)
@@ -35,90 +28,61 @@ class Answered:
     took_s: float
     """From the time that the request was queued."""
     waited_s: float
-    """Of that, for a worker, and there for its turn; None in a streamed answer."""
+    """Time in which it waited for its turn at the worker; 0 in a streamed answer."""
     handled_s: float
-    """Of that, in the handler's call that answered it."""
+    """Time of the handler's call that answered it."""
 
 
 async def ask(
-    front: Front, target: Target, query: bytes, body: bytes, kind: str, id: str
+    model: ModelVersion, kind: int, query: str, body: bytes, media: str, id: str
 ) -> Answered:
     """Ask a model as a client does that says nothing of itself.
 
     Args:
-        front: of the server.
-        target: what is asked of which version.
+        kind: PREDICT or EXPLAIN.
         query: the options of an explanation.
         body: the input.
-        kind: its Content-Type.
+        media: its Content-Type.
         id: of the request, for the log.
 
     Raises:
         ServeError: it is refused, or there is no answer.
     """
-    began = monotonic()
-    page = _Page(id)
-    reply = _PageReply(front, page, target, query, kind)
-
-    def check(model: ModelVersion) -> None:
-        if target.kind == EXPLAIN and query and model.takes_our_options:
-            check_options(query)
-
-    call = front.begin(reply, check=check)
-    if call is not None:
-        call.submit([body])
+    began, status = monotonic(), 500
     try:
-        answer = await reply.wait()
-    except asyncio.CancelledError:
-        page.has_left = True
+        if kind == EXPLAIN and query and model.takes_our_options:
+            try:
+                check_query(parse_qsl(query, keep_blank_values=True))
+            except ValueError as error:
+                raise BadRequest(str(error)) from error
+        head = (
+            b"",
+            query.encode(),
+            id.encode(),
+            b"content-type",
+            media.encode("latin-1", "replace"),
+        )
+        sink: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        # Whose browser has gone waits no more.
+        packed = wire.pack_meta(head)
+        Call(model, kind, packed, sink, has_left=sink.cancelled, must_fit=False).submit([body])
+        reply = await sink
+        status = reply.status
+    except Exception as error:
+        status = http_status(error)[0]
         raise
-    whole = await _gather(answer.body) if isinstance(answer.body, Stream) else answer.body
-    headers = dict(unpack_headers(answer.headers))
+    finally:
+        model.metrics.kinds[kind].answered(status, monotonic() - began)
+    fields = wire.unpack_meta(reply.headers)
+    headers = dict(zip(map(bytes.lower, fields[::2]), fields[1::2], strict=True))
     return Answered(
-        answer.status,
+        status,
         headers.get(b"content-type", b"").decode("latin-1"),
-        bytes(whole),
+        await _gather(reply.body) if isinstance(reply.body, Stream) else bytes(reply.body),
         monotonic() - began,
-        answer.queue_us / 1e6,
-        answer.handler_us / 1e6,
+        reply.queue_us / 1e6,
+        reply.handler_us / 1e6,
     )
-
-
-class _Page:
-    """A request of a page, as the front wants it."""
-
-    served: Served = None
-    trace_id = ""
-    has_left = False
-
-    def __init__(self, id: str) -> None:
-        self.id = id
-        self.headers: Headers = []
-
-    def is_left(self) -> bool:
-        """Return whether nobody waits any more: the browser has gone."""
-        return self.has_left
-
-
-class _PageReply(AwaitedReply):
-    __slots__ = ("_kind", "_query")
-
-    def __init__(self, front: Front, page: _Page, target: Target, query: bytes, kind: str) -> None:
-        super().__init__(front, page, target)
-        self._query = query
-        self._kind = kind.encode("latin-1", "replace")
-
-    def head(self) -> bytes:
-        """Return what a worker needs beside the body."""
-        return pack_fields(b"", self._query, self.asked.id, [b"content-type", self._kind])
-
-    def describe(self) -> tuple[str, Attributes]:
-        """Return name and attributes of the request's span."""
-        return "console", self.describe_call()
-
-    def describe_status(self, status: int) -> Attributes:
-        """Return what the span says of an answer."""
-        return {"http.response.status_code": status}
 
 
 async def _gather(stream: Stream) -> bytes:

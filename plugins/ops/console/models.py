@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 from urllib.parse import quote
 
 from modelyard.plugins.ops.console.readings import RECENT, TOTAL, Key, Percentile, Reading, Watch
@@ -16,88 +15,48 @@ from modelyard.serve.control.registry import ModelVersion
 from modelyard.serve.dataplane.metrics import KINDS
 from modelyard.serve.dataplane.pool import Pool, ReplicaSlot
 from modelyard.serve.errors import BadRequest
-from modelyard.serve.http.connection import Answer, Headers
+from modelyard.serve.http.connection import Answer
 from modelyard.serve.memory import resident_bytes
 from modelyard.serve.settings import MOST_WORKERS
 
-JSON: Headers = [(b"content-type", b"application/json")]
-NEWEST = 5
-"""Readings that each update brings: a page that was held up for so long misses none."""
-KEPT_PARTS = 128
-"""Updates that are made once for all who look."""
-
-
-class Tab(NamedTuple):
-    """One page of a model version."""
-
-    path: str
-    """Behind `/models/{model}/{version}`."""
-    title: str
-
-
-TABS = (Tab("", "Live"), Tab("/try", "Try it"), Tab("/archive", "Archive"),
-        Tab("/rollout", "Roll-out"))  # fmt: skip
-"""Of every version, in this order."""
-
-
-@dataclass(frozen=True)
-class State:
-    """What a version can do now, in a word for people and one for the style sheet."""
-
-    word: str
-    kind: str
-    """`good`, `warn` or `bad`."""
+NEWEST = 3
+"""Points that an update brings along."""
+KEPT_PARTS = 100
+"""Updates that are kept until the next reading, for all who look."""
+TABS = (("", "Live"), ("/try", "Try it"), ("/archive", "Archive"), ("/rollout", "Roll-out"))
+"""Pages of every version, in this order: path behind `/models/{model}/{version}`, and title."""
+State = tuple[str, str]
+"""A word for people, and one for the style sheet: `good`, `warn` or `bad`."""
 
 
 def state_of(model: ModelVersion) -> State:
     """Return whether a version answers, and with how many of its workers."""
     slots, ready = model.pool.slots, model.pool.ready_count
     if not slots:
-        return State("no workers", "warn")
+        return "no workers", "warn"
     if ready == len(slots):
-        return State("ready", "good")
+        return "ready", "good"
     if ready:
-        return State(f"{ready} of {len(slots)} ready", "warn")
-    return State("failing" if model.pool.why_none is not None else "starting", "bad")
+        return f"{ready} of {len(slots)} ready", "warn"
+    return "failing" if model.pool.why_none is not None else "starting", "bad"
 
 
-class WorkerRow(NamedTuple):
-    """One worker, as a table shows it."""
-
-    name: str
-    state: str
-    kind: str
-    pid: int | None
-    restarts: int
-    memory: int | None
-    device: str
-
-
-class KindRow(NamedTuple):
-    """What a version has answered of one kind since it was registered."""
-
-    name: str
-    answered: int
-    errors: int
-    refused: int
-    waiting: int
-    in_flight: int
-    mean_s: float | None
+def state_of_worker(slot: ReplicaSlot) -> State:
+    """Return what a worker is doing."""
+    if slot.is_closing:
+        return "ending", "warn"
+    if slot.has_given_up:
+        return "given up", "bad"
+    return ("ready", "good") if slot.is_ready else ("starting", "warn")
 
 
 class ModelPages:
     """The pages, and what answers their forms."""
 
     def __init__(
-        self,
-        lifecycle: Lifecycle,
-        renderer: Renderer,
-        watch: Watch,
-        tabs: Sequence[Tab],
-        may_unregister: bool,
+        self, lifecycle: Lifecycle, renderer: Renderer, watch: Watch, may_register: bool
     ) -> None:
-        self._tabs = tabs
-        self._may_unregister = may_unregister
+        self._may_register = may_register
         self._lifecycle = lifecycle
         self._registry = lifecycle.registry
         self._renderer = renderer
@@ -109,42 +68,40 @@ class ModelPages:
         version = "/models/{model}/{version}"
         unregister = Page("POST", f"{version}/unregister", "manage", self._unregister)
         return [
-            *([unregister] if self._may_unregister else []),
+            *([unregister] if self._may_register else []),
             Page("GET", "", "view", self._overview),
-            Page("GET", "/", "view", self._go_home),
-            Page("GET", "/live", "view", self._live_overview),
+            Page("GET", "/", "view", self._redirect),
+            Page("GET", "/live", "view", self._live),
             Page("GET", "/points", "view", self._points),
-            Page("GET", "/models/{model}", "view", self._go_to_default),
+            Page("GET", "/models/{model}", "view", self._redirect),
             Page("GET", version, "view", self._version),
-            Page("GET", f"{version}/live", "view", self._live_version),
+            Page("GET", f"{version}/live", "view", self._live),
             Page("GET", f"{version}/points", "view", self._points),
             Page("POST", f"{version}/scale", "manage", self._scale),
             Page("POST", f"{version}/default", "manage", self._set_default),
         ]
 
-    def find(self, visit: Visit) -> ModelVersion:
-        """Return the version that a path names.
+    def get(self, name: str, version: str | None = None) -> ModelVersion:
+        """Return a version, the default one unless named.
 
         Raises:
             ModelNotFound, VersionNotFound.
         """
-        return self._registry.get(visit.places["model"], visit.places["version"])
+        return self._registry.get(name, version)
+
+    def find(self, visit: Visit) -> ModelVersion:
+        """Return the version that a path names, as `get` does."""
+        return self.get(visit.places["model"], visit.places["version"])
 
     # -- what is shown ---------------------------------------------------------------------------
 
-    async def _go_home(self, visit: Visit) -> Answer:
-        return visit.redirect("")
-
-    async def _go_to_default(self, visit: Visit) -> Answer:
-        model = self._registry.get(visit.places["model"])
-        return visit.redirect(place_of(model))
+    async def _redirect(self, visit: Visit) -> Answer:
+        name = visit.places.get("model")
+        return visit.redirect(place_of(self.get(name)) if name is not None else "")
 
     async def _overview(self, visit: Visit) -> Answer:
         self._watch.look()
         return self._renderer.page(visit, "overview.html", self._overview_values())
-
-    async def _live_overview(self, visit: Visit) -> Answer:
-        return self._part(TOTAL, "live_overview.html")
 
     async def _version(self, visit: Visit) -> Answer:
         model = self.find(visit)
@@ -152,18 +109,37 @@ class ModelPages:
         values = {**self.common(model, ""), **self._version_values(model)}
         return self._renderer.page(visit, "version.html", values)
 
-    async def _live_version(self, visit: Visit) -> Answer:
+    def _key(self, visit: Visit) -> Key:
+        if not visit.places:
+            return TOTAL
         model = self.find(visit)
-        return self._part((model.name, model.version), "live_version.html")
+        return model.name, model.version
 
     async def _points(self, visit: Visit) -> Answer:
-        key = TOTAL
-        if visit.places:
-            model = self.find(visit)
-            key = model.name, model.version
-        return 200, list(JSON), json.dumps(list(map(point, self._watch.look(key)))).encode()
+        points = list(map(point, self._watch.look(self._key(visit))))
+        return 200, [(b"content-type", b"application/json")], json.dumps(points).encode()
 
-    def common(self, model: ModelVersion, tab: str) -> dict[str, object]:
+    async def _live(self, visit: Visit) -> Answer:
+        """Return an update, made once per reading for all who look."""
+        key = self._key(visit)
+        window = self._watch.look(key)
+        number, answer = self._parts.get(key, (-1, None))
+        if answer is None or number != self._watch.number:
+            newest = json.dumps(list(map(point, list(window)[-NEWEST:])))
+            # `root` is that of the page into which the update goes.
+            if key == TOTAL:
+                values = {**self._overview_values(), "root": "console"}
+            else:
+                values = {**self._version_values(self.get(*key)), "root": "../.."}
+            if len(self._parts) >= KEPT_PARTS:
+                self._parts.clear()
+            template = "live_overview.html" if key == TOTAL else "live_version.html"
+            answer = self._renderer.part(template, {**values, "newest": newest})
+            self._parts[key] = self._watch.number, answer
+        status, headers, body = answer
+        return status, list(headers), body
+
+    def common(self, model: ModelVersion, tab: str) -> dict[str, Any]:
         """Return what every page of a version needs.
 
         Args:
@@ -173,33 +149,14 @@ class ModelPages:
         return {
             "model": model,
             "place": place_of(model),
-            "tabs": self._tabs,
+            "tabs": TABS if self._may_register else TABS[:-1],
             "tab": tab,
             "is_default": self._registry.is_default(model),
             "others": [other for other in versions if other is not model],
         }
 
-    def _part(self, key: Key, template: str) -> Answer:
-        """Return an update, made once per reading for all who look."""
-        window = self._watch.look(key)
-        number, answer = self._parts.get(key, (-1, None))
-        if answer is None or number != self._watch.number:
-            values = self._overview_values() if key == TOTAL else self._version_values(
-                self._registry.get(*key)
-            )  # fmt: skip
-            newest = json.dumps(list(map(point, list(window)[-NEWEST:])))
-            if len(self._parts) >= KEPT_PARTS:
-                self._parts.clear()
-            # `root` is that of the page into which the update goes.
-            root = "console" if key == TOTAL else "../.."
-            answer = self._renderer.part(template, {**values, "root": root, "newest": newest})
-            self._parts[key] = self._watch.number, answer
-        status, headers, body = answer
-        return status, list(headers), body
-
-    def _overview_values(self) -> dict[str, object]:
-        models = list(self._registry)
-        latest = self._watch.latest
+    def _overview_values(self) -> dict[str, Any]:
+        models, latest = list(self._registry), self._watch.latest
         return {
             "rows": [
                 {
@@ -215,50 +172,43 @@ class ModelPages:
             "total": latest.get(TOTAL),
             "memory": self._memory(pool for model in models for pool in pools_of(model)),
             "server_memory": resident_bytes(),
-            "failing": [model for model in models if state_of(model).kind == "bad"],
+            "failing": [model for model in models if state_of(model)[1] == "bad"],
             "recent_s": RECENT,
         }
 
-    def _version_values(self, model: ModelVersion) -> dict[str, object]:
-        workers = [self._row(model, slot, "predict") for slot in model.pool.slots]
-        if model.explainers is not None:
-            workers += [self._row(model, slot, "explain") for slot in model.explainers.slots]
+    def _version_values(self, model: ModelVersion) -> dict[str, Any]:
+        memory = self._watch.memory
         return {
             "model": model,
             "place": place_of(model),
             "state": state_of(model),
             "why_none": model.pool.why_none,
             "reading": self._watch.latest.get((model.name, model.version)),
-            "workers": workers,
-            "kinds": list(self._kinds(model)),
+            "workers": [
+                (f"{kind} {slot.number}", state_of_worker(slot), slot, memory)
+                for kind, pool in zip(KINDS, pools_of(model), strict=False)
+                for slot in pool.slots
+            ],
+            "kinds": [self._counts(model, kind) for kind in range(len(KINDS))],
             "kept": model.kept.describe() if model.kept is not None else None,
             "memory": self._memory(pools_of(model)),
             "recent_s": RECENT,
             "most_workers": MOST_WORKERS,
-            "may_unregister": self._may_unregister,
+            "may_unregister": self._may_register,
         }
 
-    def _kinds(self, model: ModelVersion) -> Iterable[KindRow]:
-        for kind, name in enumerate(KINDS):
-            metrics, batcher = model.metrics.kinds[kind], model.batchers[kind]
-            pool = model.explainers if kind and model.explainers is not None else model.pool
-            answered, errors, refused = metrics.counted()
-            timed = sum(metrics.latency.counts)
-            mean_s = metrics.latency.total / timed if timed else None
-            yield KindRow(
-                name, answered, errors, refused, batcher.queued, pool.in_flight(kind), mean_s
-            )
-
-    def _row(self, model: ModelVersion, slot: ReplicaSlot, kind: str) -> WorkerRow:
-        pid = slot.worker.pid if slot.worker is not None else None
-        state, word = ("ready", "good") if slot.is_ready else ("starting", "warn")
-        if slot.is_closing:
-            state, word = "ending", "warn"
-        elif slot.has_given_up:
-            state, word = "given up", "bad"
-        memory = self._watch.memory.get(pid) if pid is not None else None
-        device = model.config.device
-        return WorkerRow(f"{kind} {slot.number}", state, word, pid, slot.restarts, memory, device)
+    def _counts(self, model: ModelVersion, kind: int) -> dict[str, Any]:
+        """Return what a version has answered of one kind since it was registered."""
+        metrics = model.metrics.kinds[kind]
+        pool = pools_of(model)[-kind]  # the only one, where there are no explainers
+        timed = sum(metrics.latency.counts)
+        return {
+            "name": KINDS[kind],
+            **metrics.counted()._asdict(),
+            "waiting": model.batchers[kind].queued,
+            "in_flight": pool.in_flight(kind),
+            "mean_s": metrics.latency.total / timed if timed else None,
+        }
 
     def _memory(self, pools: Iterable[Pool]) -> int | None:
         """Return what the workers hold; None before that was read."""
@@ -274,12 +224,13 @@ class ModelPages:
         if not text.isascii() or not text.isdecimal() or int(text[:6]) > MOST_WORKERS:
             raise BadRequest(f"workers: expected 0 to {MOST_WORKERS}, got {text[:40]!a}")
         await self._lifecycle.scale(model, int(text))
-        return self._done(visit, model, f"{model.name} {model.version} has {int(text)} workers")
+        return visit.done(f"{model.name} {model.version} has {int(text)} workers", place_of(model))
 
     async def _set_default(self, visit: Visit) -> Answer:
         model = self.find(visit)
         self._lifecycle.set_default(model.name, model.version)
-        return self._done(visit, model, f"{model.version} answers now where no version is named")
+        said = f"{model.version} answers now where no version is named"
+        return visit.done(said, place_of(model))
 
     async def _unregister(self, visit: Visit) -> Answer:
         model = self.find(visit)
@@ -289,14 +240,7 @@ class ModelPages:
                 f"type the model's name, {model.name}, to unregister it; got {typed[:40]!a}"
             )
         await self._lifecycle.unregister(model)
-        assert visit.session is not None
-        visit.session.tell("done", f"{model.name} {model.version} is unregistered")
-        return visit.redirect("")
-
-    def _done(self, visit: Visit, model: ModelVersion, text: str) -> Answer:
-        assert visit.session is not None
-        visit.session.tell("done", text)
-        return visit.redirect(place_of(model))
+        return visit.done(f"{model.name} {model.version} is unregistered", "")
 
 
 def place_of(model: ModelVersion) -> str:
@@ -311,10 +255,7 @@ def point(reading: Reading) -> list[float | None]:
         return round(of.seconds * 1e3, 4) if of is not None else None
 
     return [
-        round(reading.at, 2),
-        round(reading.rate, 2),
-        round(reading.errors, 2),
-        round(reading.refused, 2),
+        *(round(each, 2) for each in (reading.at, reading.rate, reading.errors, reading.refused)),
         ms(reading.p50),
         ms(reading.p99),
         round(reading.batch, 2) if reading.batch is not None else None,

@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from modelyard.serve.api.management import memory_bytes
+from modelyard.serve.control.register import pools_of
 from modelyard.serve.control.registry import ModelVersion, Registry
-from modelyard.serve.dataplane.call import EXPLAIN, PREDICT
+from modelyard.serve.dataplane.call import PREDICT
 from modelyard.serve.dataplane.metrics import SECONDS
 
 logger = logging.getLogger(__name__)
@@ -49,38 +49,8 @@ class Percentile(NamedTuple):
     """Of the bucket; infinite above the last bound."""
 
 
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """What one version, or all, has counted since it was registered."""
-
-    answered: int = 0
-    errors: int = 0
-    """Of those, with status 400 or above."""
-    refused: int = 0
-    latency: tuple[int, ...] = (0,) * (len(SECONDS) + 1)
-    """Answers by the bound that they are under."""
-    batches: int = 0
-    rows: float = 0.0
-    busy_s: float = 0.0
-    explained: int = 0
-
-    def __add__(self, other: Counts) -> Counts:
-        return self._with(other, 1)
-
-    def __sub__(self, other: Counts) -> Counts:
-        return self._with(other, -1)
-
-    def _with(self, other: Counts, sign: int) -> Counts:
-        return Counts(
-            self.answered + sign * other.answered,
-            self.errors + sign * other.errors,
-            self.refused + sign * other.refused,
-            tuple(a + sign * b for a, b in zip(self.latency, other.latency, strict=True)),
-            self.batches + sign * other.batches,
-            self.rows + sign * other.rows,
-            self.busy_s + sign * other.busy_s,
-            self.explained + sign * other.explained,
-        )
+Counts = Counter[str | int]
+"""What one version, or all, has counted: by name, and predictions by the bound they are under."""
 
 
 class Reading(NamedTuple):
@@ -168,7 +138,7 @@ class Watch:
         for model in models:
             key = model.name, model.version
             counts = count(model)
-            total += counts
+            total.update(counts)
             readings[key] = self._make(key, now, at, counts, [model])
         readings[TOTAL] = self._make(TOTAL, now, at, total, models)
         for key in self._seen.keys() - readings.keys():
@@ -185,7 +155,7 @@ class Watch:
         self, key: Key, now: float, at: float, counts: Counts, models: Iterable[ModelVersion]
     ) -> Reading:
         seen = self._seen.setdefault(key, deque(maxlen=RECENT + 1))
-        if seen and counts.answered < seen[-1][1].answered:
+        if seen and counts["answered"] < seen[-1][1]["answered"]:
             seen.clear()  # a version was unregistered, or another one has its name
         seen.append((now, counts))
         models = list(models)
@@ -193,32 +163,28 @@ class Watch:
         ready = sum(model.pool.ready_count for model in models)
         queue = sum(batcher.waiting for model in models for batcher in model.batchers)
         last_at, last = seen[-2] if len(seen) > 1 else (now, counts)
-        span, since = now - last_at, counts - last
-        recent = counts - seen[0][1]
-        seconds = span or 1.0
+        span, since, recent = now - last_at, counts.copy(), counts.copy()
+        since.subtract(last)
+        recent.subtract(seen[0][1])
+        rate, errors, refused = (since[name] / (span or 1.0) for name in RATES)
+        latency = [recent[bound] for bound in range(len(SECONDS) + 1)]
         return Reading(
             at,
-            rate=since.answered / seconds,
-            errors=since.errors / seconds,
-            refused=since.refused / seconds,
-            p50=percentile(recent.latency, 0.5),
-            p99=percentile(recent.latency, 0.99),
-            batch=since.rows / since.batches if since.batches else None,
+            rate,
+            errors,
+            refused,
+            p50=percentile(latency, 0.5),
+            p99=percentile(latency, 0.99),
+            batch=since["rows"] / since["batches"] if since["batches"] else None,
             queue=queue,
             ready=ready,
             workers=workers,
-            busy=min(1.0, since.busy_s / (span * ready)) if span and ready else None,
+            busy=min(1.0, since["busy_s"] / (span * ready)) if span and ready else None,
         )
 
     async def _read_memory(self) -> None:
-        pids = [
-            slot.worker.pid
-            for model in self._registry
-            for pool in (model.pool, model.explainers)
-            if pool is not None
-            for slot in pool.slots
-            if slot.worker is not None
-        ]
+        pools = [pool for model in self._registry for pool in pools_of(model)]
+        pids = [slot.worker.pid for pool in pools for slot in pool.slots if slot.worker is not None]
         found: dict[int, int] = {}
         for pid in pids:
             found[pid] = await asyncio.to_thread(memory_bytes, pid)
@@ -233,21 +199,20 @@ class Watch:
             self._memory_task.cancel()
 
 
+RATES = ("answered", "errors", "refused")
+
+
 def count(model: ModelVersion) -> Counts:
     """Return what a version has counted so far."""
-    predictions, explanations = (model.metrics.kinds[kind] for kind in (PREDICT, EXPLAIN))
-    answered = [kind.counted() for kind in (predictions, explanations)]
+    predictions, kinds = model.metrics.kinds[PREDICT], model.metrics.kinds
+    counts: Counts = Counter(dict(enumerate(predictions.latency.counts)))
+    for kind in kinds:
+        counts.update(kind.counted()._asdict())
     sizes = predictions.batch_size
-    return Counts(
-        answered=sum(each.answered for each in answered),
-        errors=sum(each.errors for each in answered),
-        refused=sum(each.refused for each in answered),
-        latency=tuple(predictions.latency.counts),
-        batches=sum(sizes.counts),
-        rows=sizes.total,
-        busy_s=model.pool.busy_s,
-        explained=answered[EXPLAIN].answered,
-    )
+    # It adds and subtracts what is not whole as well.
+    more: dict[str | int, Any] = {"rows": sizes.total, "busy_s": model.pool.busy_s}
+    counts.update(more | {"batches": sum(sizes.counts)})
+    return counts
 
 
 def percentile(counts: Sequence[int], share: float) -> Percentile | None:

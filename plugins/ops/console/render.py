@@ -1,17 +1,20 @@
-"""Pages from templates, whose every value is escaped; their headers; the files beside them."""
+"""Pages from templates, whose every value is escaped; their headers; how numbers are written."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from modelyard.plugins.ops.console.readings import Percentile
 from modelyard.plugins.ops.console.visit import Visit
 from modelyard.serve.errors import NoSuchRoute
 from modelyard.serve.http.connection import Answer, Headers
+from modelyard.serve.log import escape_controls
 
 HERE = Path(__file__).parent
 POLICY = (
@@ -39,13 +42,9 @@ HTML: Headers = [(b"content-type", b"text/html; charset=utf-8")]
 
 
 class Renderer:
-    """Makes answers of templates and files.
+    """Makes answers of templates and files."""
 
-    Args:
-        filters: further ones for templates, by name.
-    """
-
-    def __init__(self, filters: dict[str, Callable[..., str]] | None = None) -> None:
+    def __init__(self) -> None:
         self.headers = HEADERS
         self._static = {
             file.name: (KINDS[file.suffix], file.read_bytes())
@@ -64,7 +63,7 @@ class Renderer:
             lstrip_blocks=True,
             auto_reload=False,
         )
-        self._environment.filters.update(filters or {})
+        self._environment.filters.update(FILTERS)
         self._environment.globals["digests"] = self._digests
         self._compiling: asyncio.Future[None] | None = None
 
@@ -114,3 +113,82 @@ class Renderer:
         kind, content = self._static[name]
         kept = b"public, max-age=31536000, immutable"
         return 200, [(b"content-type", kind), (b"cache-control", kept)], content
+
+
+# -- numbers and times ---------------------------------------------------------------------------
+
+NOTHING = "–"
+"""Where there is no number yet."""
+THIN = "\u202f"
+"""Between thousands: a space that does not break."""
+
+
+def count(value: int) -> str:
+    """Write a whole number, thousands apart."""
+    return f"{value:,}".replace(",", THIN)
+
+
+def number(value: float | None) -> str:
+    """Write a mean."""
+    return NOTHING if value is None else f"{value:.1f}"
+
+
+def rate(value: float) -> str:
+    """Write how many there are in a second."""
+    if value >= 100:
+        return count(round(value))
+    return "0" if value == 0 else f"{value:.1f}"
+
+
+def duration(seconds: float | None) -> str:
+    """Write a time of microseconds to hours, to three digits."""
+    if seconds is None:
+        return NOTHING
+    if seconds == float("inf"):
+        return "without end"
+    for below, factor, unit in ((1e-3, 1e6, "µs"), (1.0, 1e3, "ms"), (120.0, 1.0, "s")):
+        if seconds < below:
+            return f"{seconds * factor:.3g}{THIN}{unit}"
+    return f"{seconds / 60:.3g}{THIN}min"
+
+
+def bounds(of: Percentile) -> str:
+    """Write between what a percentile lies; a histogram knows no more."""
+    if of.high == float("inf"):
+        return f"above {duration(of.low)}"
+    return f"between {duration(of.low)} and {duration(of.high)}"
+
+
+def size(bytes: int | None) -> str:
+    """Write an amount of memory."""
+    if bytes is None:
+        return NOTHING
+    for unit in ("B", "KB", "MB"):
+        if bytes < 1000:
+            return f"{bytes:.3g}{THIN}{unit}"
+        bytes = bytes / 1000  # type: ignore[assignment]
+    return f"{bytes:.3g}{THIN}GB"
+
+
+def percent(share: float) -> str:
+    """Write a share."""
+    return f"{share * 100:.0f}{THIN}%"
+
+
+def clock(at: float) -> str:
+    """Write a time of now, to the millisecond, in UTC."""
+    whole = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(at))
+    return f"{whole}.{int(at % 1 * 1000):03d}"
+
+
+FILTERS: dict[str, Callable[..., str]] = {
+    "bounds": bounds,
+    "bytes": size,
+    "clock": clock,
+    "count": count,
+    "duration": duration,
+    "number": number,
+    "percent": percent,
+    "rate": rate,
+    "visible": escape_controls,
+}

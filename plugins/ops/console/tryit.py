@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from urllib.parse import parse_qsl, urlencode
 
-from modelyard.archiver import ArchiveError
+from modelyard.archiver import Archive, ArchiveError, open_archive
+from modelyard.archiver.errors import RefusedArchive
 from modelyard.archiver.example import content_type
+from modelyard.archiver.handler_files import FEATURES_FILE
+from modelyard.archiver.signing import read_trusted_keys
+from modelyard.archiver.untrusted.json import parse_json
 from modelyard.base.explain_options import EXPLAIN_OPTIONS
 from modelyard.plugins.ops.console.answers import (
     PICTURES,
@@ -16,16 +24,15 @@ from modelyard.plugins.ops.console.answers import (
     difference,
     text_of,
 )
-from modelyard.plugins.ops.console.archives import Archives, Known
 from modelyard.plugins.ops.console.ask import ask
+from modelyard.plugins.ops.console.certificate import Certificate, read_certificate
 from modelyard.plugins.ops.console.forms import JSON, Form, form_of, write_body
 from modelyard.plugins.ops.console.models import ModelPages
 from modelyard.plugins.ops.console.render import Renderer
 from modelyard.plugins.ops.console.visit import Page, Visit
 from modelyard.serve.control.registry import ModelVersion
-from modelyard.serve.dataplane.call import EXPLAIN, PREDICT, Target
+from modelyard.serve.dataplane.call import EXPLAIN, PREDICT
 from modelyard.serve.errors import BadRequest, ServeError
-from modelyard.serve.front.begin import Front
 from modelyard.serve.http.connection import Answer
 from modelyard.serve.settings import Settings
 
@@ -34,7 +41,69 @@ FORM_ROOM_BYTES = 1 << 16
 """Of a form beside its file."""
 MOST_ASKED = 4
 """Requests that one form makes: two explanations, each with its picture."""
+KEPT_ARCHIVES = 8
+"""Archives; each takes the golden requests and the components that a page shows, 2 MB at most."""
+MAX_FEATURES_BYTES = 1 << 20
 METHODS = EXPLAIN_OPTIONS["method"].choices
+
+
+@dataclass(frozen=True)
+class Known:
+    """What an archive says."""
+
+    certificate: Certificate
+    features: object
+    """Of a table, as JSON; None where the archive names none."""
+
+
+class Archives:
+    """Reads the archives of registered versions, one at a time: each is hashed from end to end."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._kept: OrderedDict[tuple[str, float], Known] = OrderedDict()
+        """By digest, and by the time of the trusted keys: one may have been taken out."""
+        self._lock = asyncio.Lock()
+
+    async def read(self, model: ModelVersion) -> Known:
+        """Return what the archive of a version says.
+
+        Raises:
+            ArchiveError: it is gone from the store, or is no longer what was registered.
+        """
+        async with self._lock:
+            keys = self._settings.trusted_keys
+            key = model.digest, keys.stat().st_mtime if keys is not None and keys.exists() else 0.0
+            known = self._kept.get(key)
+            if known is None:
+                path = self._settings.model_store / model.file
+                known = await asyncio.to_thread(self._open, path, model.digest)
+                if len(self._kept) >= KEPT_ARCHIVES:
+                    self._kept.popitem(last=False)
+                self._kept[key] = known
+            self._kept.move_to_end(key)
+            return known
+
+    def _open(self, path: Path, digest: str) -> Known:
+        keys = self._settings.trusted_keys
+        trust = read_trusted_keys(keys) if keys is not None else None
+        with open_archive(path) as archive:
+            if archive.digest != digest:
+                raise RefusedArchive(
+                    f"{path.name} has changed in the store since it was registered: its digest is "
+                    f"{archive.digest[:12]}…, that of the version {digest[:12]}…"
+                )
+            return Known(read_certificate(archive, trust), _features(archive))
+
+
+def _features(archive: Archive) -> object:
+    size = next((file.size_bytes for file in archive.files if file.name == FEATURES_FILE), None)
+    if size is None or size > MAX_FEATURES_BYTES:
+        return None
+    try:
+        return parse_json(archive.read(FEATURES_FILE))
+    except ValueError:  # which the handler says when it loads
+        return None
 
 
 class TryPages:
@@ -43,16 +112,12 @@ class TryPages:
     Args:
         models: pages of the same versions.
         renderer: makes their HTML.
-        front: the way to the models.
         settings: of the server.
     """
 
-    def __init__(
-        self, models: ModelPages, renderer: Renderer, front: Front, settings: Settings
-    ) -> None:
+    def __init__(self, models: ModelPages, renderer: Renderer, settings: Settings) -> None:
         self._models = models
         self._renderer = renderer
-        self._front = front
         self._most_bytes = settings.max_request_bytes
         self._archives = Archives(settings)
 
@@ -127,8 +192,9 @@ class TryPages:
             for version, query, title in _asked(visit.fields, model, kind):
                 column = Column(title)
                 columns.append(column)
-                target = Target(kind, [model.name, version])
-                await self._fill(column, target, query, body, body_kind, visit.id)
+                await self._fill(
+                    column, (model.name, version), kind, query, body, body_kind, visit.id
+                )
         except BadRequest as error:
             columns = [Column("Nothing was asked", problem=str(error))]
         if visit.is_partial():
@@ -136,17 +202,17 @@ class TryPages:
         return self._page(visit, model, known, columns)
 
     async def _fill(
-        self, column: Column, target: Target, query: Mapping[str, str], body: bytes, kind: str,
-        id: str,
+        self, column: Column, place: tuple[str, str], kind: int, query: Mapping[str, str],
+        body: bytes, media: str, id: str,
     ) -> None:  # fmt: skip
         """Ask, and put the answer into a column; of an explanation, what is drawn too."""
-        is_explanation = target.kind == EXPLAIN
         try:
-            answered = await ask(self._front, target, urlencode(query).encode(), body, kind, id)
-            column.show(answered, is_explanation)
+            model = self._models.get(*place)
+            answered = await ask(model, kind, urlencode(query), body, media, id)
+            column.show(answered, kind == EXPLAIN)
             if column.explained and not column.explained[0].words:  # which are no picture
-                spelled = urlencode({**query, "format": "png"}).encode()
-                drawn = await ask(self._front, target, spelled, body, kind, id)
+                spelled = urlencode({**query, "format": "png"})
+                drawn = await ask(model, kind, spelled, body, media, id)
                 if drawn.status == 200:
                     column.picture = as_address(drawn.body, drawn.kind)
         except ServeError as error:

@@ -6,10 +6,11 @@ body is read, so that no page can forget it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
-from urllib.parse import parse_qs
+from urllib.parse import parse_qs, unquote
 
 from python_multipart import FormParser
 from python_multipart.multipart import Field, File, parse_options_header
@@ -75,6 +76,12 @@ class Visit:
         """The way from this page to the console's first."""
         return f"{self.root}/../console" if self.root != "console" else self.root
 
+    def done(self, text: str, to: str) -> Answer:
+        """Return an answer that leads to another page, which says once what was done."""
+        assert self.session is not None
+        self.session.tell("done", text)
+        return self.redirect(to)
+
     def redirect(self, to: str, *more: tuple[bytes, bytes]) -> Answer:
         """Return an answer that leads to another page of the console, such as `/log`."""
         place = f"{self.root}{to}" if to else self.home
@@ -93,22 +100,12 @@ class Page:
     """That a session needs; None where nobody must have signed in."""
     answer: Callable[[Visit], Awaitable[Answer]]
     body_bytes: int = FORM_BYTES
-    parts: tuple[str, ...] = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "parts", tuple(self.path.split("/")[1:]))
-
-    def match(self, parts: list[str]) -> dict[str, str] | None:
-        """Return the names in a path; None where it is another page's."""
-        if len(parts) != len(self.parts):
-            return None
-        found = {}
-        for ours, theirs in zip(self.parts, parts, strict=True):
-            if ours.startswith("{"):
-                found[ours[1:-1]] = theirs
-            elif ours != theirs:
-                return None
-        return found
+    def match(self, path: str) -> dict[str, str] | None:
+        """Return the names in what is behind `/console`; None where it is another page's."""
+        pattern = re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]*)", self.path)
+        found = re.fullmatch(pattern, path)
+        return found and {name: unquote(each) for name, each in found.groupdict().items()}
 
 
 def read_query(query: bytes) -> dict[str, str]:
@@ -144,16 +141,13 @@ def read_form(body: bytes, kind: bytes) -> tuple[dict[str, str], dict[str, Uploa
     files: dict[str, Upload] = {}
     ended = False
 
-    def take_field(found: Field) -> None:
+    def take(found: Field | File) -> None:
         if len(fields) + len(files) >= MOST_FIELDS:
             raise BadRequest(f"more than {MOST_FIELDS} fields")
         name = (found.field_name or b"").decode("utf-8", "replace")
-        fields[name] = (found.value or b"").decode("utf-8", "replace")
-
-    def take_file(found: File) -> None:
-        if len(fields) + len(files) >= MOST_FIELDS:
-            raise BadRequest(f"more than {MOST_FIELDS} fields")
-        name = (found.field_name or b"").decode("utf-8", "replace")
+        if isinstance(found, Field):
+            fields[name] = (found.value or b"").decode("utf-8", "replace")
+            return
         found.file_object.seek(0)
         shown = (found.file_name or b"").decode("utf-8", "replace")
         files[name] = Upload(shown, found.file_object.read())
@@ -165,8 +159,8 @@ def read_form(body: bytes, kind: bytes) -> tuple[dict[str, str], dict[str, Uploa
     try:
         parser = FormParser(
             "multipart/form-data",
-            take_field,
-            take_file,
+            take,
+            take,
             end,
             boundary=options[b"boundary"],
             config={"MAX_MEMORY_FILE_SIZE": len(body) + 1, "UPLOAD_DIR": None},

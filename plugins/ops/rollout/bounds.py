@@ -28,12 +28,6 @@ class Bound(NamedTuple):
     """With the same confidence, taken by itself, it is not higher."""
 
 
-def clopper_pearson(k: int, n: int, confidence: float) -> tuple[float, float]:
-    """Return between which shares the truth lies with this confidence when k of n were seen."""
-    alpha = (1 - confidence) / 2
-    return lower(k, n, alpha), upper(k, n, alpha)
-
-
 def share(k: int, n: int, alpha: float) -> Bound:
     """Return a share with a lower and an upper bound, each of which fails with chance `alpha`."""
     return Bound(k / n if n else 0.0, lower(k, n, alpha), upper(k, n, alpha))

@@ -6,146 +6,56 @@ Whole numbers, texts and structure are the same. A quantised artifact agrees whe
 and, where an answer has none, when the cosine is 0.99. An answer of top-k labels may end with
 another label where both tie within the tolerance.
 
-A candidate runs its author's code: nothing that it answers makes this raise. Large answers take
-long, some 0.4 us a byte of JSON: `comparer` compares them where nobody waits.
+A candidate runs its author's code: nothing that it answers makes this raise. It runs in a process
+that `comparer` starts, which alone has numpy.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
+import resource
+import socket
+import sys
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
-from enum import StrEnum
-from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import orjson
 
-from modelyard.archiver.errors import CannotArchive
-from modelyard.archiver.report import joint_tolerance, parse_report
 from modelyard.archiver.untrusted.json import parse_json
 from modelyard.base.answers import is_number, json_pairs, row_size
-from modelyard.plugins.ops.rollout.numbers import (
-    Apart,
-    read_tensors,
-    shapes_differ,
-    tensors_apart,
+from modelyard.plugins.ops.rollout.answers import (
+    LENGTH_HEADER,
+    MOST_BYTES,
+    SAME,
+    Answer,
+    Comparison,
+    NotCompared,
+    Tolerance,
+    Verdict,
+    compare_statuses,
 )
-from modelyard.serve.dataplane import wire
-from modelyard.serve.dataplane.call import Reply, Stream
-from modelyard.serve.dataplane.wire import Payload
 
-MOST_BYTES = 16 << 20
-"""Of an answer that is compared otherwise than byte by byte."""
 MOST_JSON_BYTES = 4 << 20
-"""Of its JSON."""
+"""Longest JSON of an answer that is read."""
 MIN_COSINE = 0.99
-"""Of a quantised artifact's answer without labels, as of its outputs in an export."""
-DEFAULT_TOLERANCE = 1e-4
-"""Of an archive whose certificate states none: that of float32."""
+"""Cosine of a quantised artifact's answer without labels, as of its outputs in an export."""
 _MOST_WORDS = 200
 """Characters of a difference."""
 _SHOWN = 4096
 """Bytes in which the first difference of what is not JSON is looked for."""
 _LABEL_KEYS = ("label", "labels", "class", "entity")
 """What is a label in an object that says more, such as the box of what a detector found."""
-_LENGTH_HEADER = "inference-header-content-length"
-
-
-class NotCompared(Exception):
-    """Two answers that are not compared, and count as neither equal nor different.
-
-    The message is a word or two, which names the reason where they are counted.
-    """
-
-
-class Verdict(StrEnum):
-    """What comparing two answers found."""
-
-    EQUAL = "equal"
-    WITHIN_TOLERANCE = "within_tolerance"
-    DIFFERS = "differs"
-    CANDIDATE_FAILED = "candidate_failed"
-    LIVE_FAILED = "live_failed"
-
-
-class Answer(NamedTuple):
-    """An answer as a worker sent it, or the error that there was instead."""
-
-    status: int
-    headers: Mapping[str, str]
-    """Names in lower case."""
-    body: Payload
-
-
-@dataclass(frozen=True)
-class Tolerance:
-    """How far two answers may be apart that mean the same."""
-
-    scaled: float = DEFAULT_TOLERANCE
-    """Largest difference of a number over the largest of its row, where that is above 1."""
-    is_quantized: bool = False
-    """One of the two approximates: labels, or the cosine, decide."""
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """What was found."""
-
-    verdict: Verdict
-    labels_agree: bool | None
-    """True where the answers are the same; None where they name no label and rank nothing, or have
-    not the same structure."""
-    difference: str | None = None
-    """In words; None where they are equal."""
-    scaled: float = 0.0
-    """The largest scaled difference; infinite where no tolerance would help."""
-
-    @property
-    def agrees(self) -> bool:
-        """Whether a client would take one for the other."""
-        return self.verdict in (Verdict.EQUAL, Verdict.WITHIN_TOLERANCE)
-
-
-def answer_of(reply: Reply) -> Answer:
-    """Return a worker's reply as it is compared.
-
-    Raises:
-        NotCompared: it is a stream.
-    """
-    if isinstance(reply.body, Stream):
-        raise NotCompared("stream")
-    fields = wire.unpack_meta(reply.headers)
-    pairs = zip(fields[::2], fields[1::2], strict=False)
-    headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in pairs}
-    return Answer(reply.status, headers, reply.body)
-
-
-def read_tolerance(folder: Path, manifest: Mapping[str, Any] | None) -> Tolerance:
-    """Return what an unpacked archive's certificate allows.
-
-    Args:
-        folder: where the archive is unpacked, its digests checked.
-        manifest: as its JSON has it; None where there is none.
-    """
-    name = ((manifest or {}).get("modelyard") or {}).get("report")
-    if not name:
-        return Tolerance()
-    try:
-        parity = parse_report((folder / name).read_bytes(), Path(name)).parity
-    except (CannotArchive, OSError):
-        return Tolerance()
-    if parity is None:
-        return Tolerance()
-    largest = max(parity.tolerances.values(), default=DEFAULT_TOLERANCE)
-    return Tolerance(largest, parity.is_quantized)
-
-
-def both(one: Tolerance, other: Tolerance) -> Tolerance:
-    """Return how far the answers of two archives may be apart, each as far from its checkpoint."""
-    scaled = joint_tolerance(one.scaled, other.scaled)
-    return Tolerance(scaled, one.is_quantized or other.is_quantized)
+_MOST_MEMORY = 2 << 30
+_MOST_DIMS = 32
+_FLOATS = {"FP16": "<f2", "BF16": "<u2", "FP32": "<f4", "FP64": "<f8"}
+_WHOLE = {
+    **{"BOOL": "u1", "UINT8": "u1", "INT8": "i1", "UINT16": "<u2", "INT16": "<i2"},
+    **{"UINT32": "<u4", "INT32": "<i4", "UINT64": "<u8", "INT64": "<i8"},
+}
+"""A datatype → numpy's; BF16 is the upper half of a float."""
 
 
 def compare(live: Answer, candidate: Answer, tolerance: Tolerance) -> Comparison:
@@ -154,10 +64,10 @@ def compare(live: Answer, candidate: Answer, tolerance: Tolerance) -> Comparison
     Raises:
         NotCompared: the live version's answer is too large, or compressed in a way of its own.
     """
-    if (failure := _compare_statuses(live.status, candidate.status)) is not None:
+    if (failure := compare_statuses(live.status, candidate.status)) is not None:
         return failure
-    if _forms(live) == _forms(candidate) and live.body == candidate.body:
-        return Comparison(Verdict.EQUAL, labels_agree=True)
+    if live.is_same(candidate):
+        return SAME
     before = _read(_decompressed(live))
     try:
         after = _read(_decompressed(candidate))
@@ -173,47 +83,38 @@ def compare(live: Answer, candidate: Answer, tolerance: Tolerance) -> Comparison
 
 def _compare_documents(before: _Document, after: _Document, tolerance: Tolerance) -> Comparison:
     """Compare what two answers say."""
-    has_tail = len(before.tail) > 0 or len(after.tail) > 0
-    if has_tail or "outputs" in _keys(before) & _keys(after):
-        tensors = read_tensors(before.value, before.tail)
-        others = read_tensors(after.value, after.tail)
-        if tensors is not None and others is not None:
-            if (difference := shapes_differ(tensors, others)) is not None:
-                return _differ(difference)
-            return _judge(tensors_apart(tensors, others, tolerance.scaled), tolerance)
-        if has_tail:
-            return _differ("tensors: the bytes are not what their JSON says")
+    tensors, others = (_read_tensors(each.value, each.tail) for each in (before, after))
+    if tensors is not None and others is not None:
+        if (difference := _shapes_differ(tensors, others)) is not None:
+            return _differ(difference)
+        return _judge(_tensors_apart(tensors, others, tolerance.scaled), tolerance)
+    if len(before.tail) > 0 or len(after.tail) > 0:
+        return _differ("tensors: the bytes are not what their JSON says")
     return _judge(_json_apart(before.value, after.value, tolerance.scaled), tolerance)
-
-
-def _compare_statuses(live: int, candidate: int) -> Comparison | None:
-    """Return what two statuses say; None where both are answers."""
-    if live < 300 and candidate < 300:
-        return None
-    said = f"status: expected {live}, got {candidate}"
-    if live >= 500:
-        return Comparison(Verdict.LIVE_FAILED, None, said, math.inf)
-    if candidate >= 500 or live < 300:
-        return Comparison(Verdict.CANDIDATE_FAILED, None, said, math.inf)
-    if live == candidate:  # the same refusal, in whatever words
-        return Comparison(Verdict.EQUAL, None)
-    return Comparison(Verdict.DIFFERS, None, said, math.inf)
 
 
 class _Document(NamedTuple):
     """What an answer says."""
 
     value: Any
-    """Of its JSON, or its text; else its bytes."""
+    """What its JSON says, or its text; else its bytes."""
     tail: memoryview = memoryview(b"")
     """What is behind its JSON."""
     is_json: bool = True
     """Whether its value is one that JSON has."""
 
 
-def _forms(answer: Answer) -> tuple[str, ...]:
-    names = ("content-type", "content-encoding", _LENGTH_HEADER)
-    return tuple(answer.headers.get(name, "") for name in names)
+class Apart(NamedTuple):
+    """How far two answers are from each other."""
+
+    scaled: float
+    """Largest difference of a row over its largest value, where that is above 1."""
+    place: str
+    """Where, and what stands there; empty where they are the same."""
+    labels_agree: bool | None
+    """Whether they name the same labels; None where they name none."""
+    cosine: float
+    """Cosine between the two as vectors."""
 
 
 def _decompressed(answer: Answer) -> Answer:
@@ -235,7 +136,7 @@ def _decompressed(answer: Answer) -> Answer:
 
 def _read(answer: Answer) -> _Document:
     """Read an answer's JSON and what is behind it, or its text."""
-    length = answer.headers.get(_LENGTH_HEADER, "")
+    length = answer.headers.get(LENGTH_HEADER, "")
     kind = answer.headers.get("content-type", "")
     view = memoryview(answer.body)
     as_bytes = _Document(bytes(view[:_SHOWN]), view, is_json=False)
@@ -253,10 +154,6 @@ def _read(answer: Answer) -> _Document:
             return _Document(str(head, "utf-8")) if kind.startswith("text/") else as_bytes
         except UnicodeDecodeError:
             return as_bytes
-
-
-def _keys(document: _Document) -> set[str]:
-    return set(document.value) if isinstance(document.value, dict) else set()
 
 
 def _describe(before: _Document, after: _Document) -> str:
@@ -290,6 +187,203 @@ def _judge(apart: Apart, tolerance: Tolerance) -> Comparison:
         agrees = apart.labels_agree
     verdict = Verdict.WITHIN_TOLERANCE if agrees else Verdict.DIFFERS
     return Comparison(verdict, apart.labels_agree, apart.place[:_MOST_WORDS], apart.scaled)
+
+
+# -- tensors -------------------------------------------------------------------------------------
+
+
+class _Tensor(NamedTuple):
+    """One output of an answer of the Open Inference Protocol."""
+
+    datatype: str
+    values: np.ndarray
+    """Of its shape; texts are objects."""
+
+    @property
+    def is_ranked(self) -> bool:
+        """Whether its rows along the last dimension have a largest value that means something."""
+        shape = self.values.shape
+        return self.datatype in _FLOATS and len(shape) > 1 and shape[-1] > 1
+
+
+def _read_tensors(document: Any, tail: memoryview) -> dict[str, _Tensor] | None:
+    """Return the outputs of an answer by name; None where it is not one of the protocol.
+
+    Args:
+        document: the JSON of the answer.
+        tail: the bytes behind it.
+    """
+    outputs = document.get("outputs") if isinstance(document, dict) else None
+    if not isinstance(outputs, list) or not outputs:
+        return None
+    found: dict[str, _Tensor] = {}
+    at = 0
+    for each in outputs:
+        match each:
+            case {"name": str(name), "datatype": str(datatype), "shape": list(shape)}:
+                pass
+            case _:
+                return None
+        are_sizes = all(type(size) is int and 0 <= size < 1 << 40 for size in shape)
+        if name in found or not are_sizes or len(shape) > _MOST_DIMS:
+            return None
+        data = each.get("data")
+        if "data" not in each:
+            parameters = each.get("parameters")
+            size = parameters.get("binary_data_size") if isinstance(parameters, dict) else None
+            if type(size) is not int or not 0 <= size <= len(tail) - at:
+                return None
+            data, at = tail[at : at + size], at + size
+        try:
+            found[name] = _Tensor(
+                datatype, _values(datatype, math.prod(shape), data).reshape(shape)
+            )
+        except (ValueError, OverflowError):
+            return None
+    return found if at == len(tail) else None
+
+
+def _values(datatype: str, count: int, data: Any) -> np.ndarray:
+    """Return the values of a tensor in a row.
+
+    Raises:
+        ValueError, OverflowError: they are not as many or as large as it says.
+    """
+    kind = (_FLOATS | _WHOLE).get(datatype)
+    if datatype == "BYTES":
+        found = np.empty(count if count <= MOST_BYTES else 0, object)
+        found[:] = _split(data) if isinstance(data, memoryview) else _flat(data)
+    elif kind is None:
+        raise ValueError(f"the datatype {datatype}")
+    elif isinstance(data, memoryview):
+        found = np.frombuffer(data, kind)
+        if datatype == "BF16":
+            found = (found.astype("<u4") << 16).view("<f4")
+    else:
+        values = _flat(data)
+        are_numbers = {type(value) for value in values} <= {int, bool}
+        if not are_numbers and (datatype in _WHOLE or not all(map(is_number, values))):
+            raise ValueError("its data are not numbers")
+        found = np.array(values, "f8" if datatype in _FLOATS else kind)
+    if len(found) != count:
+        raise ValueError(f"{len(found)} values, and not {count}")
+    return found
+
+
+def _flat(data: Any) -> list[Any]:
+    """Return the values of lists as deep as JSON is nested."""
+    if not isinstance(data, list):
+        raise ValueError("its data are not a list")
+    while data and all(isinstance(each, list) for each in data):
+        data = [value for each in data for value in each]
+    return list(data)
+
+
+def _split(data: memoryview) -> list[bytes]:
+    """Return elements of BYTES: each behind its length, of four bytes."""
+    texts, at = [], 0
+    while at < len(data):
+        size = int.from_bytes(data[at : at + 4], "little")
+        at += 4 + size
+        if at > len(data):
+            raise ValueError("its last element is not whole")
+        texts.append(bytes(data[at - size : at]))
+    return texts
+
+
+def _shapes_differ(live: Mapping[str, _Tensor], candidate: Mapping[str, _Tensor]) -> str | None:
+    """Return in which of name, datatype and shape two answers differ, or None."""
+    if live.keys() != candidate.keys():
+        names = (", ".join(list(each)[:10]) for each in (live, candidate))
+        return "outputs: expected {}, got {}".format(*names)
+    for name, tensor in live.items():
+        one, other = (
+            f"{each.datatype} of shape {list(each.values.shape)}"
+            for each in (tensor, candidate[name])
+        )
+        if one != other:
+            return f"output {name}: expected {one}, got {other}"
+    return None
+
+
+def _tensors_apart(
+    live: Mapping[str, _Tensor], candidate: Mapping[str, _Tensor], tolerance: float
+) -> Apart:
+    """Compare all outputs; both answers have the same names, datatypes and shapes."""
+    found = [
+        _texts_apart(name, tensor.values.flat, candidate[name].values.flat)
+        if tensor.datatype == "BYTES"
+        else _numbers_apart(name, tensor, candidate[name].values, tolerance)
+        for name, tensor in live.items()
+    ]
+    labels = [each.labels_agree for each in found if each.labels_agree is not None]
+    worst = max(found, key=lambda each: each.scaled)
+    cosine = min(each.cosine for each in found)
+    return Apart(worst.scaled, worst.place, all(labels) if labels else None, cosine)
+
+
+def _texts_apart(name: str, live: Any, candidate: Any) -> Apart:
+    """Compare texts: equal, or `value:index:label` of a classification, whose values may differ."""
+    largest, place = 0.0, ""
+    labels_agree = True
+    for at, (expected, got) in enumerate(zip(live, candidate, strict=True)):
+        if expected == got:
+            continue
+        before, after = _class(expected), _class(got)
+        if before is None or after is None or before[1] != after[1]:
+            labels_agree = False
+            scaled = math.inf
+        else:
+            scaled = abs(before[0] - after[0]) / max(1.0, abs(before[0]))
+            scaled = scaled if math.isfinite(scaled) else math.inf
+        if scaled > largest:
+            largest, place = scaled, f"output {name}[{at}]: expected {expected!r}, got {got!r}"
+    return Apart(largest, place, labels_agree, 1.0 if labels_agree else 0.0)
+
+
+def _class(text: Any) -> tuple[float, str] | None:
+    """Return value and class of one entry of a classification, which is `value:index[:label]`."""
+    if not isinstance(text, str | bytes) or len(text) > 1000:
+        return None
+    said = text if isinstance(text, str) else text.decode("utf-8", "replace")
+    value, colon, of_class = said.partition(":")
+    try:
+        return (float(value), of_class) if colon and of_class.partition(":")[0].isdigit() else None
+    except ValueError:
+        return None
+
+
+def _numbers_apart(name: str, live: _Tensor, candidate: np.ndarray, tolerance: float) -> Apart:
+    labels_agree = True if live.is_ranked else None
+    if not live.values.size:
+        return Apart(0.0, "", labels_agree, 1.0)
+    rows = live.values.shape[0] if live.values.ndim > 1 else 1
+    own, others = live.values.reshape(rows, -1), candidate.reshape(rows, -1)  # (N, values)
+    with np.errstate(all="ignore"):
+        expected, got = own.astype("f8"), others.astype("f8")
+        is_same = (own == others) | (np.isnan(expected) & np.isnan(got))
+        apart = np.abs(got - expected)
+        apart[~np.isfinite(apart) | (live.datatype in _WHOLE)] = np.inf
+        apart[is_same] = 0.0
+        sizes = np.where(np.isfinite(expected), np.abs(expected), 0.0).max(1, initial=1.0)  # (N)
+        scaled = apart.max(1) / sizes
+        if live.is_ranked:
+            # NaN is the largest, as torch and numpy have it.
+            ranks = [np.where(np.isnan(each), np.inf, each).reshape(-1, live.values.shape[-1])
+                     for each in (expected, got)]  # fmt: skip
+            first, other = (each.argmax(1)[:, None] for each in ranks)
+            lead = np.take_along_axis(ranks[0], first, 1) - np.take_along_axis(ranks[0], other, 1)
+            lead[(first == other) | np.isnan(lead)] = 0.0
+            labels_agree = bool((lead.reshape(rows, -1).max(1) <= 2 * tolerance * sizes).all())
+        is_finite = np.isfinite(expected) & np.isfinite(got)
+        one, two = expected[is_finite], got[is_finite]
+        dot, lengths = float(one @ two), float(np.linalg.norm(one) * np.linalg.norm(two))
+    row = int(scaled.argmax())
+    at, largest = int(apart[row].argmax()), float(scaled[row])
+    pair = f"expected {own[row, at].item()}, got {others[row, at].item()}"
+    place = f"output {name}[{row * own.shape[1] + at}]: {pair}" if largest else ""
+    cosine = min(1.0, dot / lengths) if 0 < lengths < math.inf else float(largest == 0)
+    return Apart(largest, place, labels_agree, cosine)
 
 
 # -- JSON ----------------------------------------------------------------------------------------
@@ -393,3 +487,33 @@ def _is_top_k(found: dict[str, Any]) -> bool:
         and values == sorted(values, reverse=True)
         and 0 <= values[-1] <= values[0] <= 1
     )
+
+
+# -- the process ---------------------------------------------------------------------------------
+
+
+def main(descriptor: int) -> None:
+    """Compare what comes until the server closes its end, which it does when it dies, too.
+
+    Each time it gets a line of JSON and two bodies, and answers with a line of JSON.
+    """
+    resource.setrlimit(resource.RLIMIT_AS, (_MOST_MEMORY, _MOST_MEMORY))
+    with socket.socket(fileno=descriptor) as server, contextlib.suppress(OSError):
+        reader = server.makefile("rb")
+        while line := reader.readline():
+            said = orjson.loads(line)
+            live, candidate = (
+                Answer(status, headers, reader.read(size))
+                for status, headers, size in said["sides"]
+            )
+            try:
+                found: Any = compare(live, candidate, Tolerance(**said["tolerance"]))
+            except NotCompared as reason:
+                found = {"reason": str(reason)}
+            except MemoryError:
+                found = {"reason": "too large"}
+            server.sendall(orjson.dumps(found, option=orjson.OPT_APPEND_NEWLINE))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -11,103 +11,130 @@ import logging
 import math
 import secrets
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from modelyard.archiver import Archive, ArchiveError
 from modelyard.plugins.ops.rollout.comparer import Comparer
-from modelyard.plugins.ops.rollout.plan import Plan, format_share, parse_share
-from modelyard.plugins.ops.rollout.record import ACTIVE, KEPT, Record, State, Version, now
+from modelyard.plugins.ops.rollout.metrics import RolloutMetrics, Series
+from modelyard.plugins.ops.rollout.record import (
+    ACTIVE,
+    WITH_CANDIDATE,
+    Plan,
+    Record,
+    State,
+    Step,
+    Version,
+    format_share,
+    parse_share,
+)
 from modelyard.plugins.ops.rollout.rule import Outcome, parse_rule
-from modelyard.plugins.ops.rollout.split import Canary
-from modelyard.plugins.ops.rollout.trial import Trial
+from modelyard.plugins.ops.rollout.shadow import Canary
+from modelyard.plugins.ops.rollout.trial import Trial, describe_findings
 from modelyard.serve.control.model_config import ModelSpec
 from modelyard.serve.control.register import Lifecycle
-from modelyard.serve.control.registry import CANDIDATE, LIVE, ModelVersion
-from modelyard.serve.dataplane.metrics import Metrics, RolloutMetrics
-from modelyard.serve.errors import Conflict, ModelNotFound, NoRollout, ServeError
+from modelyard.serve.control.registry import ModelVersion
+from modelyard.serve.control.restore import Report
+from modelyard.serve.dataplane.metrics import Metrics
+from modelyard.serve.errors import Conflict, ModelNotFound, NoSuchRoute, ServeError
 
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.25
 """From one look at what was found to the next."""
 SHADOWS_NICENESS = 10
-"""Of a candidate's workers that answer nobody: those that answer go first on the same core."""
-Report = Callable[[str, str], None]
+"""Niceness of a candidate's workers that answer nobody: those that answer go first on a core."""
+NOTE = "rollouts"
+"""What the server's state file calls them."""
 
 
-_NONE = {"estimate": None, "low": None, "high": None}
-UNMEASURED: dict[str, Any] = {
-    "rule": "",
-    "expect": "",
-    "compared": 0,
-    "verdicts": {},
-    "noise": {"compared": 0, "differs": 0},
-    "dropped": {},
-    "bounds": {
-        "disagreement": _NONE,
-        "noise": _NONE,
-        "excess": _NONE,
-        "failures": _NONE,
-        "p99Ratio": None,
-    },
-    "judgement": {"verdict": "not enough traffic", "reasons": []},
-    "latency": {"live": {"p50": None, "p99": None}, "candidate": {"p50": None, "p99": None}},
-    "worst": [],
-}
+class NoRollout(NoSuchRoute):
+    """No roll-out of the model is known."""
 
 
-class _Answers(Exception):
-    """The archive is what answers already, by the roll-out before."""
+class ServesAlready(Conflict):
+    """The archive is the one that answers."""
 
 
+@dataclass
 class Rollout:
-    """One roll-out while the server runs.
+    """One roll-out while the server runs."""
 
-    Args:
-        record: what is remembered of it.
-        candidate: its candidate, where there is one.
-        live: the version that it is measured by.
-        metrics: of the roll-out.
-    """
+    record: Record
+    metrics: RolloutMetrics
+    candidate: ModelVersion | None = None
+    """Its candidate, where there is one."""
+    live: ModelVersion | None = None
+    """The version that it is measured by, where that is there."""
+    trial: Trial | None = None
+    """What is found while it is a shadow or a canary."""
+    found: dict[str, Any] = field(default_factory=dict)
+    """What the last trial has found."""
+    moving: asyncio.Task[None] | None = None
+    """Takes it to the next state, by itself."""
 
-    def __init__(
-        self,
-        record: Record,
-        candidate: ModelVersion | None,
-        live: ModelVersion | None,
-        metrics: RolloutMetrics,
-    ) -> None:
-        self.record = record
-        self.candidate = candidate
-        self.live = live
-        self.metrics = metrics
-        self.trial: Trial | None = None
-        """While it is a shadow or a canary."""
-        self.found: dict[str, Any] = UNMEASURED
-        """By the last trial."""
-        self.moving: asyncio.Task[None] | None = None
-        """By itself, to the next state."""
-
-    def measured(self) -> dict[str, Any]:
-        """Return what was found so far."""
+    def describe(self) -> dict[str, Any]:
+        """Return it as the management API has it."""
+        record, plan = self.record, self.record.plan
         if self.trial is not None:
             self.found = self.trial.to_json()
-        return self.found
+        elif not self.found:
+            self.found = describe_findings(parse_rule(plan.rule, plan.expect))
+        return {
+            "model": record.model,
+            "state": record.state,
+            "since": record.since,
+            "candidate": vars(record.candidate),
+            "live": vars(record.live),
+            "shadowShare": plan.shadow if record.state in (State.SHADOW, State.CANARY) else 0.0,
+            "canaryShare": record.share,
+            "steps": list(plan.steps),
+            "step": record.step if record.state is State.CANARY else None,
+            "next": record.next_name,
+            "for": plan.for_s,
+            "keepInputs": plan.keeps_inputs,
+            "header": plan.header,
+            **self.found,
+            "events": list(record.events),
+        }
+
+    def hold(self) -> None:
+        """Keep others from changing what its state decides over, and let go of the rest."""
+        record = self.record
+        text = (
+            f"a roll-out of {record.model} decides over this version: `modelyard rollout status "
+            f"{record.model}` shows it, and `modelyard rollout abort {record.model}` ends it"
+        )
+        if self.live is not None:
+            self.live.held = text if record.is_active else ""
+        if self.candidate is not None:
+            is_free = record.state in (State.DEFAULT, State.ABORTED)
+            self.candidate.held, self.candidate.is_saved = "" if is_free else text, is_free
+
+    def refuse_unproven(self) -> None:
+        """Refuse to give a candidate more that has not been judged good.
+
+        Raises:
+            Conflict: says what is missing.
+        """
+        said = "nothing was compared: it had no shadow"
+        if self.trial is not None:
+            judgement = self.trial.judge()
+            if judgement.verdict is Outcome.PASS:
+                return
+            said = f"the judgement is {judgement.verdict}: {'; '.join(judgement.reasons)}"
+        raise Conflict(
+            f"{self.record.model} {self.record.candidate.version} is not promoted: {said}. "
+            "Wait, or promote it all the same with --force"
+        )
 
 
 class Rollouts:
-    """The roll-outs of one server, by model.
-
-    Args:
-        lifecycle: of the server.
-        metrics: of the server.
-    """
+    """The roll-outs of one server, by model."""
 
     def __init__(self, lifecycle: Lifecycle, metrics: Metrics) -> None:
         self._lifecycle = lifecycle
-        self._metrics = metrics
+        self._series = Series(metrics.registry)
         self._comparer = Comparer()
         self._ticker: asyncio.TimerHandle | None = None
         self._registry = lifecycle.registry
@@ -122,13 +149,14 @@ class Rollouts:
         Raises:
             ModelNotFound, NoRollout.
         """
-        return describe(self._get(name))
+        return self._get(name).describe()
 
     def _get(self, name: str) -> Rollout:
         rollout = self._rollouts.get(name)
         if rollout is None:
             self._registry.get(name)
-            raise NoRollout(name)
+            text = f"{name} has no roll-out; `modelyard rollout start {name} FILE` starts one"
+            raise NoRollout(text)
         return rollout
 
     # -- verbs ---------------------------------------------------------------------------------
@@ -146,54 +174,46 @@ class Rollouts:
             live, before = self._registry.get(name), self._rollouts.get(name)
             if before is not None and before.record.is_active:
                 _refuse_other(before.record, plan)
-                return describe(before)
-            if before is not None and before.candidate is not None and before.record.state in KEPT:
+                return before.describe()
+            if before is not None and before.record.state in WITH_CANDIDATE and before.candidate:
                 self._move(before, State.ABORTED, "another roll-out is started")
                 await self._remove(before)  # of the same version, most likely
-            spec = ModelSpec(
-                plan.file,
-                name,
-                max(1, math.ceil(plan.shadow * live.pool.least)),
-                part=CANDIDATE,
-                niceness=SHADOWS_NICENESS,
-            )
-
-            def check(archive: Archive) -> None:
-                is_over = before is not None and before.record.state is State.DEFAULT
-                if is_over and archive.digest == live.digest:
-                    raise _Answers
-                check_fits(archive, live)
-
+            workers = max(1, math.ceil(plan.shadow * live.pool.least))
+            spec = ModelSpec(plan.file, name, workers, is_saved=False, niceness=SHADOWS_NICENESS)
             try:
-                candidate = await self._lifecycle.add(spec, None, waits=True, check=check)
-            except _Answers:
-                assert before is not None
-                return describe(before)
-            record = Record(
-                name, plan, secrets.token_hex(8), Version.of(candidate), Version.of(live)
+                candidate = await self._lifecycle.add(
+                    spec, None, waits=True, check=lambda archive: check_fits(archive, live)
+                )
+            except ServesAlready:  # by the roll-out before, which may be asked for again
+                if before is None or before.record.state is not State.DEFAULT:
+                    raise
+                return before.describe()
+            versions = Version.of(candidate), Version.of(live)
+            record = Record(name, plan, secrets.token_hex(8), *versions).moved(
+                State.CANDIDATE, 0, f"{candidate.file} is loaded; its golden requests pass", ""
             )
-            record.workers = candidate.pool.least
-            record.note("", f"{candidate.file} is loaded; its golden requests pass")
+            rollout = Rollout(record, RolloutMetrics(self._series, record), candidate, live)
             try:
                 if self._registry.get(name) is not live:
                     raise Conflict(f"another version of {name} was made the default meanwhile")
-                with self._registry.change():
-                    self._keep(record)
-                    live.part = LIVE
-                    self._lifecycle.save()
+                self._rollouts[name] = rollout
+                rollout.hold()
+                self._lifecycle.save()
             except BaseException:
-                live.part = candidate.part = ""
+                if before is None:
+                    self._rollouts.pop(name, None)
+                else:
+                    self._rollouts[name] = before
+                live.held = candidate.held = ""
                 await self._lifecycle.unregister(candidate, saves=False)
                 raise
             if before is not None:
                 before.metrics.remove()
-            rollout = Rollout(record, candidate, live, self._new_metrics(record))
-            self._rollouts[name] = rollout
-            rollout.metrics.entered(record.state, record.share)
+            rollout.metrics.entered(record)
             if plan.shadow:
                 self._move(rollout, State.SHADOW, "started")
             await self._forget_previous(before, live)
-            return describe(rollout)
+            return rollout.describe()
 
     async def promote(
         self, name: str, to: str | None = None, is_forced: bool = False
@@ -205,12 +225,12 @@ class Rollouts:
         """
         async with self._locks[name]:
             rollout = self._get(name)
-            aim = self._aim(rollout.record, to)
+            aim = _aim(rollout.record, to)
             if aim is not None:
                 if aim[0] is not State.SHADOW and not is_forced:
-                    _refuse_unproven(rollout)
-                await self._go(rollout, *aim, "promoted by an operator")
-            return describe(rollout)
+                    rollout.refuse_unproven()
+                await self._go(rollout, aim, "promoted by an operator")
+            return rollout.describe()
 
     async def abort(self, name: str) -> dict[str, Any]:
         """End a roll-out, and remove its candidate; the version that answers goes on.
@@ -229,7 +249,7 @@ class Rollouts:
             if record.state is not State.ABORTED:
                 self._move(rollout, State.ABORTED, "aborted by an operator")
                 await self._remove(rollout)
-            return describe(rollout)
+            return rollout.describe()
 
     async def back(self, name: str) -> dict[str, Any]:
         """Have the version before answer everything again; the candidate stays to be looked at.
@@ -246,20 +266,8 @@ class Rollouts:
                 "removes the candidate"
             )
         if record.state is not State.RETURNED:
-            self.turn_back(rollout, "taken back by an operator")
-        return describe(rollout)
-
-    def turn_back(self, rollout: Rollout, why: str) -> None:
-        """Have the version before answer everything again, at once.
-
-        Raises:
-            Conflict: it is not there any more.
-        """
-        trial = rollout.trial
-        self._move(rollout, State.RETURNED, why)
-        rollout.metrics.returned.inc()
-        if trial is not None:
-            trial.hand_over()
+            self._turn_back(rollout, "taken back by an operator")
+        return rollout.describe()
 
     # -- by itself -----------------------------------------------------------------------------
 
@@ -282,20 +290,17 @@ class Rollouts:
         trial, record = rollout.trial, rollout.record
         if trial is None:
             return
-        if (danger := trial.danger()) is not None:
+        why, verdict = trial.danger(), Outcome.FAIL
+        is_sure = why is not None
+        if why is None:
+            judgement = trial.judge()
+            why, verdict = "; ".join(judgement.reasons), judgement.verdict
+        if verdict is Outcome.FAIL:
             if record.state is State.CANARY:
-                self.turn_back(rollout, danger)
-            else:
-                self._move(rollout, State.FAILED, danger)
-            return
-        judgement = trial.judge()
-        why = "; ".join(judgement.reasons)
-        if judgement.verdict is Outcome.FAIL:
-            if record.state is State.CANARY:
-                self.turn_back(rollout, why)
-            elif record.plan.for_s is not None:
+                self._turn_back(rollout, why)
+            elif is_sure or record.plan.for_s is not None:
                 self._move(rollout, State.FAILED, why)
-        elif judgement.verdict is Outcome.PASS and trial.is_over and rollout.moving is None:
+        elif verdict is Outcome.PASS and trial.is_over and rollout.moving is None:
             rollout.moving = asyncio.get_running_loop().create_task(self._advance(rollout, why))
 
     async def _advance(self, rollout: Rollout, why: str) -> None:
@@ -303,11 +308,8 @@ class Rollouts:
         record = rollout.record
         try:
             async with self._locks[record.model]:
-                if rollout.record is not record:
-                    return
-                aim = self._aim(record, None)
-                assert aim is not None
-                await self._go(rollout, *aim, why)
+                if rollout.record is record and record.next is not None:
+                    await self._go(rollout, record.next, why)
         except (ServeError, ArchiveError) as error:
             logger.error("the roll-out of %s does not go on: %s", record.model, error)
             if rollout.record is record and record.state is State.SHADOW:
@@ -317,33 +319,7 @@ class Rollouts:
 
     # -- steps ---------------------------------------------------------------------------------
 
-    def _aim(self, record: Record, to: str | None) -> tuple[State, int] | None:
-        """Return state and step that a promotion leads to; None where it is there."""
-        at, steps = record.state, record.plan.steps
-        if at is State.DEFAULT:
-            return None
-        if at not in ACTIVE:
-            raise Conflict(
-                f"the roll-out of {record.model} is {at}; start it again to promote anything"
-            )
-        if to is None:
-            return next_of(record)
-        step = record.step if at is State.CANARY else -1
-        if to == State.DEFAULT:
-            return State.DEFAULT, 0
-        if to == State.SHADOW:
-            if at is State.CANARY or not record.plan.shadow:
-                raise Conflict(f"{record.model}: it is {record.label} and cannot become a shadow")
-            return None if at is State.SHADOW else (State.SHADOW, 0)
-        share = parse_share("to", to)
-        if share not in steps:
-            known = ", ".join(map(format_share, steps)) or "none"
-            raise Conflict(f"{record.model}: canary has no step of {to}; its steps are {known}")
-        if steps.index(share) < step:
-            raise Conflict(f"{record.model}: it is {record.label} already; back ends that")
-        return None if steps.index(share) == step else (State.CANARY, steps.index(share))
-
-    async def _go(self, rollout: Rollout, state: State, step: int, why: str) -> None:
+    async def _go(self, rollout: Rollout, aim: Step, why: str) -> None:
         """Move on; what answers gets workers of the usual priority first, as many as the live one.
 
         Raises:
@@ -352,50 +328,47 @@ class Rollouts:
         """
         record, candidate, live = rollout.record, rollout.candidate, rollout.live
         assert candidate is not None and live is not None
-        if state in (State.CANARY, State.DEFAULT) and candidate.pool.plan.niceness:
+        if aim[0] in (State.CANARY, State.DEFAULT) and candidate.pool.plan.niceness:
             await self._lifecycle.renew(candidate, max(1, live.pool.least), niceness=0)
             if rollout.record is not record:
                 raise Conflict(f"the roll-out of {record.model} is {rollout.record.label} by now")
-            record.workers = candidate.pool.least
-        self._move(rollout, state, why, step)
+        self._move(rollout, aim[0], why, aim[1])
+
+    def _turn_back(self, rollout: Rollout, why: str) -> None:
+        """Have the version before answer everything again, at once.
+
+        Raises:
+            Conflict: it is not there any more.
+        """
+        trial = rollout.trial
+        self._move(rollout, State.RETURNED, why)
+        rollout.metrics.count("returned")
+        if trial is not None:
+            trial.hand_over()
 
     def _move(self, rollout: Rollout, state: State, why: str, step: int = 0) -> None:
         """Change the state, in the registry, in the file and here, or not at all."""
-        record, registry = rollout.record, self._registry
-        live, candidate = rollout.live, rollout.candidate
-        name, before = record.model, record.label
+        record, registry, live = rollout.record, self._registry, rollout.live
+        name = record.model
         if state is State.RETURNED and (live is None or not self._is_registered(live)):
             raise Conflict(f"{name} {record.live.version} is not registered any more")
-        next_ = replace(record, state=state, step=step, since=now(), events=[*record.events])
-        next_.note(before, why)
         if state is not State.CANARY:  # before anything that may fail
             registry.splits.pop(name, None)
-        parts = (live.part if live else "", candidate.part if candidate else "")
+        defaults = {State.DEFAULT: record.candidate.version, State.RETURNED: record.live.version}
+        rollout.record = record.moved(state, step, why)
         try:
             with registry.change():
-                self._keep(next_)
-                if live is not None:
-                    live.part = LIVE if state in ACTIVE else ""
-                if candidate is not None:
-                    candidate.part = "" if state in (State.DEFAULT, State.ABORTED) else CANDIDATE
-                if state is State.DEFAULT:
-                    registry.set_default(name, record.candidate.version)
-                elif live is not None and state is State.RETURNED:
-                    registry.set_default(name, live.version)
+                rollout.hold()
+                if state in defaults:
+                    registry.set_default(name, defaults[state])
                 self._save(state)
         except BaseException:
-            for model, part in zip((live, candidate), parts, strict=True):
-                if model is not None:
-                    model.part = part
+            rollout.record = record
+            rollout.hold()
             raise
-        rollout.record = next_
         self._enter(rollout)
-        if state is State.CANARY and live is not None and candidate is not None:
-            split = Canary(live, candidate, record.salt, record.plan.header)
-            split.share = next_.share
-            registry.splits[name] = split
         logger.info("roll-out of %s %s: %s, it was %s: %s", name, record.candidate.version,
-                    next_.label, before or "not there", why)  # fmt: skip
+                    rollout.record.label, record.label, why)  # fmt: skip
 
     def _save(self, state: State) -> None:
         """Remember the change; what protects clients is done even where it cannot be remembered."""
@@ -407,27 +380,23 @@ class Rollouts:
             logger.error("%s", error)
 
     def _enter(self, rollout: Rollout) -> None:
-        """Begin or end a trial, as the state has it."""
-        record = rollout.record
-        rollout.metrics.entered(record.state, record.share)
-        if record.state in (State.SHADOW, State.CANARY):
-            assert rollout.live is not None and rollout.candidate is not None
+        """Begin or end a trial, and send a share to a canary, as the state has it."""
+        record, live, candidate = rollout.record, rollout.live, rollout.candidate
+        is_canary = record.state is State.CANARY
+        rollout.metrics.entered(record)
+        if is_canary or record.state is State.SHADOW:
+            assert live is not None and candidate is not None
             if rollout.trial is None:
-                rollout.trial = Trial(
-                    record.plan, rollout.live, rollout.candidate, rollout.metrics, self._comparer
-                )
-            rollout.trial.enter(is_canary=record.state is State.CANARY)
+                rollout.trial = Trial(record.plan, live, candidate, rollout.metrics, self._comparer)
+            rollout.trial.enter(is_canary)
             self._arm()
+            if is_canary:
+                split = Canary(live, candidate, record.salt, record.share, record.plan.header)
+                self._registry.splits[record.model] = split
         elif rollout.trial is not None:
-            rollout.measured()
+            rollout.found = rollout.trial.to_json()
             rollout.trial.stop()
             rollout.trial = None
-
-    def _new_metrics(self, record: Record) -> RolloutMetrics:
-        return RolloutMetrics(self._metrics, record.model, record.candidate.version)
-
-    def _keep(self, record: Record) -> None:
-        self._registry.rollouts = {**self._registry.rollouts, record.model: record.to_json()}
 
     # -- what was before -----------------------------------------------------------------------
 
@@ -441,14 +410,13 @@ class Rollouts:
         """Unregister a candidate, if it is still there."""
         candidate, rollout.candidate = rollout.candidate, None
         if candidate is not None and self._is_registered(candidate):
-            candidate.part = ""
             await self._lifecycle.unregister(candidate)
 
     async def _forget_previous(self, before: Rollout | None, live: ModelVersion) -> None:
         """Unregister what the roll-out before kept to go back to."""
         if before is None or before.record.state is not State.DEFAULT or before.live is None:
             return
-        if before.live is not live and self._is_registered(before.live) and not before.live.part:
+        if before.live is not live and self._is_registered(before.live) and not before.live.held:
             try:
                 await self._lifecycle.unregister(before.live)
             except ServeError as error:  # the roll-out has begun all the same
@@ -456,9 +424,23 @@ class Rollouts:
 
     # -- the server's life ---------------------------------------------------------------------
 
+    def _note(self) -> dict[str, Any]:
+        """Return what the state file holds."""
+        return {
+            name: each.record.to_json() | (
+                {"workers": each.candidate.pool.least} if each.candidate is not None else {}
+            )
+            for name, each in self._rollouts.items()
+        }  # fmt: skip
+
     async def restore(self, report: Report) -> None:
         """Go on where the server ended, in whatever state; what cannot be loaded has failed."""
-        for name, content in list(self._registry.rollouts.items()):
+        noted = self._registry.notes.get(NOTE, dict)()
+        self._registry.notes[NOTE] = self._note
+        if not isinstance(noted, dict):
+            logger.error("roll-outs cannot be restored: they are not an object")
+            return
+        for name, content in noted.items():
             try:
                 record = Record.from_json(content)
                 live = self._registry.get(name)
@@ -468,22 +450,21 @@ class Rollouts:
                     )
             except (ValueError, ModelNotFound) as error:
                 logger.error("the roll-out of %s cannot be restored: %s", name, error)
-                del self._registry.rollouts[name]
-                continue
-            await self._restore(record, live, report)
+            else:
+                await self._restore(record, live, report)
         if self._rollouts:
             self._lifecycle.save()
 
     async def _restore(self, record: Record, default: ModelVersion, report: Report) -> None:
         name = record.model
-        rollout = Rollout(record, None, None, self._new_metrics(record))
+        rollout = Rollout(record, RolloutMetrics(self._series, record))
         versions = {model.version: model for model in self._registry.versions(name)}
         rollout.live = versions.get(record.live.version)
         self._rollouts[name] = rollout
+        rollout.metrics.entered(record)
         if record.state is State.DEFAULT:
             rollout.candidate = versions.get(record.candidate.version)
-        if record.state not in KEPT:
-            rollout.metrics.entered(record.state, record.share)
+        if record.state not in WITH_CANDIDATE:
             return
         answers = record.state in (State.CANARY, State.RETURNED)
         spec = ModelSpec(
@@ -491,7 +472,7 @@ class Rollouts:
             name,
             record.workers,
             digest=record.candidate.digest,
-            part=CANDIDATE,
+            is_saved=False,
             niceness=0 if answers else SHADOWS_NICENESS,
         )
         report(name, f"candidate {record.candidate.version}, loading")
@@ -503,11 +484,10 @@ class Rollouts:
             logger.error("%s: the candidate %s: %s", name, record.candidate.version, error)
             if record.is_active:
                 self._move(rollout, State.FAILED, f"it could not be restored: {error}")
-                return
+            return
+        rollout.hold()
         if record.is_active:
             self._move(rollout, record.state, "the server started again", record.step)
-        else:
-            rollout.metrics.entered(record.state, record.share)
 
     async def stop(self) -> None:
         """Judge nothing any more; the state stays as it is."""
@@ -521,14 +501,32 @@ class Rollouts:
         await self._comparer.stop()
 
 
-def next_of(record: Record) -> tuple[State, int] | None:
-    """Return state and step that follow; None where nothing does."""
-    if not record.is_active:
+def _aim(record: Record, to: str | None) -> Step | None:
+    """Return state and step that a promotion leads to; None where it is there.
+
+    Raises:
+        Conflict, BadRequest: there is no way from here to there.
+    """
+    at, steps, model = record.state, record.plan.steps, record.model
+    if at is State.DEFAULT:
         return None
-    if record.state is State.CANDIDATE and record.plan.shadow:
-        return State.SHADOW, 0
-    step = record.step + 1 if record.state is State.CANARY else 0
-    return (State.CANARY, step) if step < len(record.plan.steps) else (State.DEFAULT, 0)
+    if at not in ACTIVE:
+        raise Conflict(f"the roll-out of {model} is {at}; start it again to promote anything")
+    if to is None:
+        return record.next
+    if to == State.DEFAULT:
+        return State.DEFAULT, 0
+    if to == State.SHADOW:
+        if at is State.CANARY or not record.plan.shadow:
+            raise Conflict(f"{model}: it is {record.label} and cannot become a shadow")
+        return None if at is State.SHADOW else (State.SHADOW, 0)
+    share, step = parse_share("to", to), record.step if at is State.CANARY else -1
+    if share not in steps:
+        known = ", ".join(map(format_share, steps)) or "none"
+        raise Conflict(f"{model}: canary has no step of {to}; its steps are {known}")
+    if steps.index(share) < step:
+        raise Conflict(f"{model}: it is {record.label} already; back ends that")
+    return None if steps.index(share) == step else (State.CANARY, steps.index(share))
 
 
 def check_fits(archive: Archive, live: ModelVersion) -> None:
@@ -540,7 +538,7 @@ def check_fits(archive: Archive, live: ModelVersion) -> None:
     manifest, file = archive.manifest, archive.path.name
     said = (live.manifest or {}).get("model", {})
     if archive.digest == live.digest:
-        raise Conflict(f"{file} is what {live.name} {live.version} serves already")
+        raise ServesAlready(f"{file} is what {live.name} {live.version} serves already")
     if manifest.model_name not in (live.name, said.get("modelName"), None):
         raise Conflict(
             f"{file} is an archive of {manifest.model_name}; expected one of {live.name}: "
@@ -564,26 +562,6 @@ def check_fits(archive: Archive, live: ModelVersion) -> None:
         )
 
 
-def _refuse_unproven(rollout: Rollout) -> None:
-    """Refuse to give a candidate more that has not been judged good.
-
-    Raises:
-        Conflict: says what is missing.
-    """
-    record, trial = rollout.record, rollout.trial
-    judgement = trial.judge() if trial is not None else None
-    if judgement is not None and judgement.verdict is Outcome.PASS:
-        return
-    verdict = (
-        "nothing was compared" if judgement is None else f"the judgement is {judgement.verdict}"
-    )
-    reasons = "; ".join(judgement.reasons) if judgement is not None else "it had no shadow"
-    raise Conflict(
-        f"{record.model} {record.candidate.version} is not promoted: {verdict}: {reasons}. "
-        "Wait, or promote it all the same with --force"
-    )
-
-
 def _inputs(inputs: Any) -> str:
     return ", ".join(
         f"{each.get('name')}:{each.get('dtype')}[{','.join(map(str, each.get('shape', ())))}]"
@@ -600,31 +578,3 @@ def _refuse_other(record: Record, plan: Plan) -> None:
         f"a roll-out {what} is {record.label}; `modelyard rollout abort {name}` ends it, and then "
         "this one can start"
     )
-
-
-def _name(aim: tuple[State, int], plan: Plan) -> str:
-    """Return what `to` of a promotion says for a state and a step."""
-    return f"{plan.steps[aim[1]] * 100:.9g}%" if aim[0] is State.CANARY else str(aim[0])
-
-
-def describe(rollout: Rollout) -> dict[str, Any]:
-    """Return a roll-out as the management API has it."""
-    record = rollout.record
-    plan, after = record.plan, next_of(record)
-    return {
-        "model": record.model,
-        "state": record.state,
-        "since": record.since,
-        "candidate": vars(record.candidate),
-        "live": vars(record.live),
-        "shadowShare": plan.shadow if record.state in (State.SHADOW, State.CANARY) else 0.0,
-        "canaryShare": record.share,
-        "steps": list(plan.steps),
-        "step": record.step if record.state is State.CANARY else None,
-        "next": None if after is None else _name(after, plan),
-        "for": plan.for_s,
-        "keepInputs": plan.keeps_inputs,
-        "header": plan.header,
-        **rollout.measured(),
-        "events": record.events,
-    }

@@ -1,18 +1,123 @@
-"""What is remembered of one roll-out: in memory, and in the state file."""
+"""What an operator says of a roll-out when it starts, and what is remembered of it afterwards."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
+import re
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import PurePath
-from typing import Any
+from typing import Annotated, Any
 
-from modelyard.plugins.ops.rollout.plan import Plan
+from fastapi import Query
+from pydantic import TypeAdapter
+
 from modelyard.serve.control.registry import ModelVersion
+from modelyard.serve.errors import BadRequest
 
+_SHARE = re.compile(r"(\d{1,3}(?:\.\d{1,6})?) ?%?")
+_TIME = re.compile(r"(\d{1,9}(?:\.\d{1,3})?)([smhd]?)")
+_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
+_HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,128}|")
+MOST_STEPS = 20
+LONGEST_S = 366 * 86_400.0
+MOST_TEXT = 1000
+"""Characters of a rule, and of what is expected."""
 MOST_EVENTS = 100
-"""Of one roll-out; the oldest go."""
+"""Events of one roll-out that are kept; the oldest go."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a candidate becomes the default."""
+
+    file: str
+    """Location of the candidate, as `models register` takes it."""
+    shadow: float = 0.05
+    """Share of the predictions that are copied to the candidate; 0 copies none."""
+    for_s: float | None = None
+    """How long a state lasts at least before the next one begins by itself; None: none does."""
+    steps: tuple[float, ...] = (0.01, 0.1, 0.5)
+    """Shares that the candidate answers, before it answers all."""
+    rule: str = ""
+    """What must hold; empty for the usual."""
+    expect: str = ""
+    """Which differences are meant; empty for none."""
+    keeps_inputs: bool = False
+    """Whether the requests of the worst differences are shown."""
+    header: str = ""
+    """The request header whose value decides the side; empty for the request's id."""
+
+
+def parse_plan(
+    url: Annotated[str, Query(description="File name of an archive in the model store.")],
+    shadow: Annotated[str, Query(description="Share of the predictions that is copied.")] = "5%",
+    for_: Annotated[
+        str, Query(alias="for", description="How long a step lasts, then the next: 10m.")
+    ] = "",
+    canary: Annotated[str, Query(description="Shares that it answers, step by step.")] = "1,10,50",
+    rule: Annotated[str, Query(description="What must hold.")] = "",
+    expect: Annotated[str, Query(description="Differences that are meant.")] = "",
+    keep_inputs: Annotated[bool, Query(description="Show the worst requests.")] = False,
+    header: Annotated[str, Query(description="Whose value decides the side.")] = "",
+) -> Plan:
+    """Return the plan that parameters write.
+
+    Raises:
+        BadRequest: says which of them is wrong, and what is expected.
+    """
+    if not _HEADER.fullmatch(header):
+        raise BadRequest(f"header: expected the name of a header, got {header[:60]!r}")
+    for name, text in (("rule", rule), ("expect", expect)):
+        if len(text) > MOST_TEXT:
+            raise BadRequest(f"{name}: expected at most {MOST_TEXT} characters, got {len(text)}")
+    share, time_s = parse_share("shadow", shadow), parse_time("for", for_) if for_ else None
+    steps = parse_steps(canary)
+    return Plan(url, share, time_s, steps, rule, expect, keep_inputs, header.lower())
+
+
+def parse_share(name: str, text: str) -> float:
+    """Return the share that a number of percent is, with or without its sign.
+
+    Raises:
+        BadRequest: it is not one, or not one from 0 to 100.
+    """
+    match = _SHARE.fullmatch(text.strip())
+    if match is None or float(match[1]) > 100:
+        raise BadRequest(f"{name}: expected a percentage from 0 to 100 such as 5%, got {text!r}")
+    return round(float(match[1]) / 100, 9)
+
+
+def parse_steps(text: str) -> tuple[float, ...]:
+    """Return ever larger shares, of percentages between commas.
+
+    Raises:
+        BadRequest: one is wrong, or not above the one before it.
+    """
+    steps = tuple(parse_share("canary", part) for part in text.split(",") if part.strip())
+    if len(steps) > MOST_STEPS:
+        raise BadRequest(f"canary: expected at most {MOST_STEPS} steps, got {len(steps)}")
+    if any(after <= before for before, after in zip((0.0, *steps), steps, strict=False)):
+        raise BadRequest(f"canary: expected ever larger percentages such as 1,10,50, got {text!r}")
+    return tuple(step for step in steps if step < 1)  # all of them is the default
+
+
+def parse_time(name: str, text: str) -> float:
+    """Return the seconds that `90`, `90s`, `10m`, `2h` or `1d` says.
+
+    Raises:
+        BadRequest: it is not a time, or too long a one.
+    """
+    match = _TIME.fullmatch(text.strip())
+    seconds = float(match[1]) * _UNITS[match[2]] if match else -1.0
+    if not 0 <= seconds <= LONGEST_S:
+        raise BadRequest(f"{name}: expected a time such as 90s, 10m or 2h, got {text!r}")
+    return seconds
+
+
+def format_share(share: float) -> str:
+    """Return a share as a percentage."""
+    return f"{share * 100:.6g} %"
 
 
 class State(StrEnum):
@@ -36,8 +141,10 @@ class State(StrEnum):
 
 ACTIVE = (State.CANDIDATE, State.SHADOW, State.CANARY)
 """States in which a roll-out decides over both versions."""
-KEPT = (*ACTIVE, State.RETURNED, State.FAILED)
+WITH_CANDIDATE = (*ACTIVE, State.RETURNED, State.FAILED)
 """States in which there is a candidate."""
+Step = tuple[State, int]
+"""A state and, of a canary, which of the plan's steps."""
 
 
 def now() -> str:
@@ -62,9 +169,9 @@ class Version:
         return cls(model.version, model.digest, model.file, format)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Record:
-    """One roll-out."""
+    """One roll-out in one state."""
 
     model: str
     plan: Plan
@@ -74,10 +181,10 @@ class Record:
     state: State = State.CANDIDATE
     since: str = field(default_factory=now)
     step: int = 0
-    """Of the plan's steps, while it is a canary."""
+    """Place of a canary among the plan's steps."""
     workers: int = 1
-    """Of the candidate."""
-    events: list[dict[str, str]] = field(default_factory=list)
+    """How many the candidate had when the server ended."""
+    events: tuple[dict[str, str], ...] = ()
 
     @property
     def is_active(self) -> bool:
@@ -91,39 +198,48 @@ class Record:
             return self.plan.steps[self.step]
         return 1.0 if self.state is State.DEFAULT else 0.0
 
-    def note(self, before: str, why: str) -> None:
-        """Keep an event that led to the present state."""
-        self.events.append({"at": now(), "from": before, "to": self.label, "why": why})
-        del self.events[:-MOST_EVENTS]
-
     @property
     def label(self) -> str:
         """The state, and the share of a canary."""
-        if self.state is State.CANARY:
-            return f"{self.state} {self.share * 100:.6g} %"
-        return str(self.state)
+        return f"{self.state} {format_share(self.share)}" if self.state == "canary" else self.state
+
+    @property
+    def next(self) -> Step | None:
+        """State and step that follow; None where nothing does."""
+        if not self.is_active:
+            return None
+        if self.state is State.CANDIDATE and self.plan.shadow:
+            return State.SHADOW, 0
+        step = self.step + 1 if self.state is State.CANARY else 0
+        return (State.CANARY, step) if step < len(self.plan.steps) else (State.DEFAULT, 0)
+
+    @property
+    def next_name(self) -> str | None:
+        """What `to` of a promotion says for what follows."""
+        if self.next is None:
+            return None
+        state, step = self.next
+        return f"{self.plan.steps[step] * 100:.9g}%" if state is State.CANARY else state
+
+    def moved(self, state: State, step: int, why: str, before: str | None = None) -> Record:
+        """Return it in another state, with the event that led there."""
+        record = replace(self, state=state, step=step, since=now())
+        before = self.label if before is None else before
+        event = {"at": record.since, "from": before, "to": record.label, "why": why}
+        return replace(record, events=(*self.events, event)[-MOST_EVENTS:])
 
     def to_json(self) -> dict[str, Any]:
         """Return what the state file holds."""
         return asdict(self)
 
     @classmethod
-    def from_json(cls, content: dict[str, Any]) -> Record:
+    def from_json(cls, content: Any) -> Record:
         """Return what the state file holds.
 
         Raises:
             ValueError: it is not a roll-out.
         """
-        try:
-            known = {each.name for each in fields(cls)}
-            values = {key: value for key, value in content.items() if key in known}
-            plan = {**values.pop("plan")}
-            plan["steps"] = tuple(map(float, plan["steps"]))
-            live, candidate = Version(**values.pop("live")), Version(**values.pop("candidate"))
-            state = State(values.pop("state"))
-            record = cls(plan=Plan(**plan), live=live, candidate=candidate, state=state, **values)
-            if state is State.CANARY:
-                record.plan.steps[record.step]
-        except (TypeError, KeyError, LookupError, AttributeError) as error:
-            raise ValueError(f"{type(error).__name__}: {error}") from error
+        record: Record = TypeAdapter(cls).validate_python(content)
+        if not 0 <= record.step < max(1, len(record.plan.steps)):
+            raise ValueError(f"its step is {record.step} of {len(record.plan.steps)}")
         return record

@@ -16,12 +16,13 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from modelyard.plugins.ops.rollout.answers import Comparison, Verdict
 from modelyard.plugins.ops.rollout.bounds import Bound, excess, lower, share, upper
-from modelyard.plugins.ops.rollout.compare import Comparison, Verdict
 from modelyard.serve.dataplane.metrics import Histogram
 from modelyard.serve.errors import BadRequest
 
@@ -31,13 +32,26 @@ _FIRST_FAIL_LOOK = 10
 _REASONS_TO_FAIL = 3
 _MOST_LOOKS = 50
 _RULE_FORM = "disagreement<=1%, confidence 95%, p99<=1.2, failures<=0%, least 200"
-_PARTS = {
-    "disagreement": re.compile(r"disagreement *<= *(\d+(?:\.\d+)?) *%"),
-    "confidence": re.compile(r"confidence *=? *(\d+(?:\.\d+)?) *%"),
-    "p99": re.compile(r"p99 *<= *(\d+(?:\.\d+)?)"),
-    "failures": re.compile(r"failures *<= *(\d+(?:\.\d+)?) *%?"),
-    "least": re.compile(r"least *=? *(\d{1,9})"),
-}
+_PARTS: dict[str, tuple[str, Callable[[float], bool], str]] = {
+    "disagreement": (
+        r"disagreement *<= *(\d+(?:\.\d+)?) *%",
+        lambda value: 0 < value < 100,
+        "more than 0 and less than 100 %: no amount of traffic shows 0",
+    ),
+    "confidence": (
+        r"confidence *=? *(\d+(?:\.\d+)?) *%",
+        lambda value: 50 <= value < 100,
+        "50 % or more and below 100 %",
+    ),
+    "p99": (
+        r"p99 *<= *(\d+(?:\.\d+)?)", lambda value: value > 0, "a ratio above 0, such as 1.2"
+    ),
+    "failures": (
+        r"failures *<= *(\d+(?:\.\d+)?) *%?", lambda value: value < 100, "less than 100 %"
+    ),
+    "least": (r"least *=? *(\d{1,9})", lambda value: value >= 1, "1 or more"),
+}  # fmt: skip
+"""Part of a rule → how it is written, whether a value is taken, and which ones are."""
 _EXPECT = re.compile(r"labels *= *(\d+(?:\.\d+)?) *%")
 
 
@@ -86,25 +100,20 @@ def parse_rule(text: str = "", expect: str = "") -> Rule:
     Raises:
         BadRequest: it is not one; the message says what was expected.
     """
-    values: dict[str, float] = {}
+    values: dict[str, Any] = {}
     for part in filter(None, (part.strip() for part in text[:500].split(","))):
         name = next((each for each in _PARTS if part.startswith(each)), "")
-        found = _PARTS[name].fullmatch(part) if name else None
+        form, is_taken, taken = _PARTS.get(name, ("", bool, ""))
+        found = re.fullmatch(form, part) if name else None
         if found is None:
             raise BadRequest(f"the rule says {part[:60]!r}; expected parts of: {_RULE_FORM}")
         if name in values:
             raise BadRequest(f"the rule says {name} twice; expected each part once: {_RULE_FORM}")
-        values[name] = float(found[1])
-    rule = Rule(
-        disagreement=values.get("disagreement", 1.0) / 100,
-        confidence=values.get("confidence", 95.0) / 100,
-        p99=values.get("p99", 1.2),
-        failures=values.get("failures", 0.0) / 100,
-        least=int(values.get("least", 200)),
-        labels=_parse_expect(expect),
-    )
-    _check(rule)
-    return rule
+        value = float(found[1])
+        if not is_taken(value):
+            raise BadRequest(f"the rule says {part[:60]!r}; expected {taken}")
+        values[name] = value if name == "p99" else int(value) if name == "least" else value / 100
+    return Rule(**values, labels=_parse_expect(expect))
 
 
 def _parse_expect(text: str) -> float | None:
@@ -116,27 +125,28 @@ def _parse_expect(text: str) -> float | None:
     return float(found[1]) / 100
 
 
-def _check(rule: Rule) -> None:
-    problem = None
-    if not 0.5 <= rule.confidence < 1:
-        problem = f"confidence {_percent(rule.confidence)}; expected 50 % or more and below 100 %"
-    elif not 0 < rule.disagreement < 1:
-        problem = (
-            f"disagreement<={_percent(rule.disagreement)}; expected more than 0 and less than "
-            "100 %: no amount of traffic shows 0"
-        )
-    elif not 0 < rule.p99 < math.inf:
-        problem = f"p99<={rule.p99:g}; expected a ratio above 0, such as 1.2"
-    elif not 0 <= rule.failures < 1:
-        problem = f"failures<={_percent(rule.failures)}; expected less than 100 %"
-    elif rule.least < 1:
-        problem = f"least {rule.least}; expected 1 or more"
-    if problem is not None:
-        raise BadRequest(f"the rule says {problem}")
-
-
 def _percent(value: float) -> str:
     return f"{round(value * 100, 6):g}%"
+
+
+@dataclass
+class Side:
+    """What one of the two versions has answered."""
+
+    total: int = 0
+    failed: int = 0
+    times: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS))
+    """Seconds of its answers."""
+
+    def count(self, answers: int, failed: int) -> None:
+        """Count answers, and how many of them were failures."""
+        self.total += answers
+        self.failed += failed
+
+    def answered(self, code: int, seconds: float) -> None:
+        """Count an answer that a client got, by its status, and its time."""
+        self.count(1, code >= 500)
+        self.times.observe(seconds)
 
 
 @dataclass
@@ -145,41 +155,31 @@ class Tally:
 
     verdicts: Counter[Verdict] = field(default_factory=Counter)
     labels_agree: int = 0
-    """Of those compared, how many name the same labels, or agree and name none."""
+    """How many of those compared name the same labels, or agree and name none."""
     noise: int = 0
     """Requests that the live version answered twice."""
     noise_differs: int = 0
-    live_total: int = 0
-    live_failed: int = 0
-    candidate_total: int = 0
-    candidate_failed: int = 0
-    live: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS))
-    """Seconds of the live version's answers."""
-    candidate: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS))
+    live: Side = field(default_factory=Side)
+    candidate: Side = field(default_factory=Side)
 
     def add(self, found: Comparison) -> None:
         """Count a request that both answered."""
         self.verdicts[found.verdict] += 1
-        self.add_answers(live_failed=found.verdict is Verdict.LIVE_FAILED, live=1)
-        failed = found.verdict is Verdict.CANDIDATE_FAILED
-        self.add_answers(candidate_failed=failed, candidate=1)
-        self.labels_agree += _is_same_label(found)
+        self.live.count(1, found.verdict is Verdict.LIVE_FAILED)
+        self.candidate.count(1, found.verdict is Verdict.CANDIDATE_FAILED)
+        agrees = found.agrees if found.labels_agree is None else found.labels_agree
+        self.labels_agree += agrees
 
     def add_noise(self, found: Comparison) -> None:
         """Count a request that the live version answered twice, unless it failed at one of them."""
-        if found.verdict in (Verdict.LIVE_FAILED, Verdict.CANDIDATE_FAILED):
-            return
-        self.noise += 1
-        self.noise_differs += not found.agrees
+        if found.verdict in _ANSWERED:
+            self.noise += 1
+            self.noise_differs += not found.agrees
 
-    def add_answers(
-        self, live: int = 0, candidate: int = 0, *, live_failed: int = 0, candidate_failed: int = 0
-    ) -> None:
-        """Count answers that clients got, and how many of them were failures."""
-        self.live_total += live
-        self.live_failed += live_failed
-        self.candidate_total += candidate
-        self.candidate_failed += candidate_failed
+    def failures(self, alpha: float) -> Bound:
+        """Return by how much the candidate fails more often, bounded as `excess` says."""
+        own, live = self.candidate, self.live
+        return excess(own.failed, own.total, live.failed, live.total, alpha)
 
     @property
     def compared(self) -> int:
@@ -195,10 +195,6 @@ class Tally:
 _ANSWERED = (Verdict.EQUAL, Verdict.WITHIN_TOLERANCE, Verdict.DIFFERS)
 
 
-def _is_same_label(found: Comparison) -> bool:
-    return found.agrees if found.labels_agree is None else found.labels_agree
-
-
 class Outcome(StrEnum):
     """What a judge says."""
 
@@ -212,11 +208,11 @@ class Judgement:
     """What a judge says, and why."""
 
     verdict: Outcome
-    reasons: tuple[str, ...]
+    reasons: tuple[str, ...] = ()
     """Sentences with numbers."""
-    confidence: float
-    """Of each of the bounds: of this look, above that of the rule."""
-    bounds: dict[str, Bound]
+    confidence: float | None = None
+    """Of each bound of this look, which is above that of the rule; None before a look."""
+    bounds: dict[str, Bound] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Return it as the management API has it; bounds stand beside."""
@@ -234,14 +230,8 @@ def bounds_of(rule: Rule, tally: Tally, alpha: float) -> dict[str, Bound]:
         "disagreement": share(tally.differs, n, alpha),
         "noise": share(tally.noise_differs, tally.noise, alpha),
         "excess": excess(tally.differs, n, tally.noise_differs, tally.noise, alpha),
-        "failures": excess(
-            tally.candidate_failed,
-            tally.candidate_total,
-            tally.live_failed,
-            tally.live_total,
-            alpha,
-        ),
-        "p99Ratio": _p99_ratio(tally.candidate, tally.live, alpha),
+        "failures": tally.failures(alpha),
+        "p99Ratio": _p99_ratio(tally.candidate.times, tally.live.times, alpha),
         "labels": share(tally.labels_agree, n, alpha),
     }
 
@@ -298,7 +288,7 @@ class Judge:
         if self._decided is not None and self._decided.verdict is Outcome.FAIL:
             return self._decided
         n = tally.compared
-        if (answers := max(n, tally.candidate_total)) >= self._next_fail:
+        if (answers := max(n, tally.candidate.total)) >= self._next_fail:
             self._fail_looks += 1
             self._next_fail = 2 * answers
             alpha = self._alpha(self._fail_looks)
@@ -373,7 +363,7 @@ def _missing(rule: Rule, tally: Tally, bounds: dict[str, Bound]) -> list[str]:
         missing.append(_describe(rule, tally, bounds))
     failures = bounds["failures"]
     # Where the live version fails, too, one of both has the more of them by chance.
-    seen = failures.low if tally.live_failed else failures.estimate
+    seen = failures.low if tally.live.failed else failures.estimate
     if seen > rule.failures:
         missing.append(_describe_failures(rule, tally))
     return missing
@@ -381,7 +371,7 @@ def _missing(rule: Rule, tally: Tally, bounds: dict[str, Bound]) -> list[str]:
 
 def _slow(rule: Rule, tally: Tally, bounds: dict[str, Bound]) -> list[str]:
     """Return what has not been seen of latency; of few answers, a percentile may be anything."""
-    timed = min(sum(tally.live.counts), sum(tally.candidate.counts))
+    timed = min(sum(side.times.counts) for side in (tally.live, tally.candidate))
     if rule.p99 < math.inf and timed < rule.least:
         return [f"{timed} latencies of both were measured, expected {rule.least}"]
     is_slow = bounds["p99Ratio"].estimate > rule.p99
@@ -431,8 +421,8 @@ def _describe(rule: Rule, tally: Tally, bounds: dict[str, Bound]) -> str:
 
 def _describe_failures(rule: Rule, tally: Tally) -> str:
     return (
-        f"the candidate failed at {tally.candidate_failed} of {tally.candidate_total} requests, "
-        f"the live version at {tally.live_failed} of {tally.live_total}; allowed are "
+        f"the candidate failed at {tally.candidate.failed} of {tally.candidate.total} requests, "
+        f"the live version at {tally.live.failed} of {tally.live.total}; allowed are "
         f"{_percent(rule.failures)} more"
     )
 

@@ -12,10 +12,11 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from hashlib import blake2b
 from time import monotonic
-from typing import Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from modelyard.serve.control.registry import ModelVersion
 from modelyard.serve.dataplane import wire
@@ -23,6 +24,9 @@ from modelyard.serve.dataplane.call import PREDICT, Call, Reply, Stream
 from modelyard.serve.dataplane.pool import Pool
 from modelyard.serve.dataplane.worker import Worker
 from modelyard.serve.errors import StreamBroken
+
+if TYPE_CHECKING:
+    from modelyard.plugins.ops.rollout.trial import Trial
 
 MOST_COPIES = 64
 MOST_BYTES = 32 << 20
@@ -56,20 +60,44 @@ class Copy:
     size: int
 
 
-class Findings(Protocol):
-    """What takes what was found."""
+class Run(NamedTuple):
+    """A copy in a worker."""
 
-    def compared(self, copy: Copy, reply: Reply) -> None:
-        """Take the candidate's answer."""
+    worker: Worker
+    copy: Copy
+    is_candidate: bool
+    since: float
 
-    def failed(self, copy: Copy, error: Exception) -> None:
-        """Take what there was instead of the candidate's answer."""
 
-    def repeated(self, copy: Copy, reply: Reply) -> None:
-        """Take the live version's second answer."""
+def place(salt: str, key: str) -> float:
+    """Return where a key falls from 0 to 1, evenly, and differently for each salt."""
+    digest = blake2b(key.encode("utf-8", "surrogateescape"), digest_size=8, key=salt.encode())
+    return int.from_bytes(digest.digest()) / 2**64
 
-    def dropped(self, reason: str) -> None:
-        """Count a copy that was not run: full, busy, late, large, stream, interrupted."""
+
+class Canary:
+    """Sends a share of the requests to the candidate, the same ones always; a `Split`.
+
+    Args:
+        salt: of the roll-out: who is among the first in one is not among the first in the next.
+        header: whose value decides, in lower case; the request's id does where it is absent, or
+            where this is empty.
+    """
+
+    def __init__(
+        self, live: ModelVersion, candidate: ModelVersion, salt: str, share: float, header: str = ""
+    ) -> None:
+        self._share = share
+        self._live = live
+        self._candidate = candidate
+        self._salt = salt
+        self._header = header.encode()
+
+    def choose(self, id: str, headers: Iterable[tuple[bytes, bytes]]) -> ModelVersion:
+        """Return the version that answers a request of this id and these headers."""
+        if self._header:
+            id = next((v.decode("latin-1") for n, v in headers if n == self._header), id)
+        return self._candidate if place(self._salt, id) < self._share else self._live
 
 
 class Sampler:
@@ -103,7 +131,7 @@ class Shadow:
     """
 
     def __init__(
-        self, live: ModelVersion, candidate: ModelVersion, share: float, findings: Findings
+        self, live: ModelVersion, candidate: ModelVersion, share: float, findings: Trial
     ) -> None:
         self._live = live
         self._candidate = candidate
@@ -111,7 +139,7 @@ class Shadow:
         self._findings = findings
         self._loop = asyncio.get_running_loop()
         self._queue: deque[Copy] = deque()
-        self._running: dict[int, _Run] = {}
+        self._running: dict[asyncio.Future[Reply], Run] = {}
         self._held = 0
         """Bytes of all copies."""
         self._count = 0
@@ -122,11 +150,6 @@ class Shadow:
         self._timer: asyncio.TimerHandle | None = None
         self._is_stopped = False
         live.pool.on_answer = (*live.pool.on_answer, self.offer)
-
-    @property
-    def waiting(self) -> int:
-        """Copies that wait for a worker."""
-        return len(self._queue)
 
     def stop(self) -> None:
         """Copy nothing more, and forget what waits."""
@@ -225,75 +248,42 @@ class Shadow:
         self._pump()
 
     def _run(self, worker: Worker, copy: Copy, is_candidate: bool) -> None:
-        run = _Run(self, worker, copy, is_candidate)
-        self._running[id(run)] = run
-        worker.run_aside(copy.head, copy.parts, copy.flags, run, copy.rows)
+        sink: asyncio.Future[Reply] = self._loop.create_future()
+        self._running[sink] = Run(worker, copy, is_candidate, monotonic())
+        sink.add_done_callback(self._ended)
+        worker.run_aside(copy.head, copy.parts, copy.flags, sink, copy.rows)
 
     def _end_late(self, now: float) -> None:
         """End copies that take far longer than the live version took."""
-        for run in list(self._running.values()):
-            if now - run.since <= max(LEAST_RUN_S, SLOWER * run.copy.took_s):
+        for sink, run in self._running.items():
+            if sink.done() or now - run.since <= max(LEAST_RUN_S, SLOWER * run.copy.took_s):
                 continue
             if run.is_candidate:
-                run.set_exception(TimeoutError(f"no answer within {now - run.since:.1f} s"))
+                sink.set_exception(TimeoutError(f"no answer within {now - run.since:.1f} s"))
                 run.worker.condemn()  # it may hang for good
             else:
-                run.cancel()
+                sink.cancel()
 
-    def ended(self, run: _Run, outcome: Reply | Exception | None) -> None:
-        """Take what became of a copy; None where it gave way to a request."""
-        del self._running[id(run)]
-        self._let_go(run.copy)
-        if not self._is_stopped:
-            self._tell(run, outcome)
-            self._wake()
-
-    def _tell(self, run: _Run, outcome: Reply | Exception | None) -> None:
-        copy, findings = run.copy, self._findings
-        if isinstance(outcome, StreamBroken):
+    def _ended(self, sink: asyncio.Future[Reply]) -> None:
+        """Take what became of a copy; one that is cancelled gave way to a request."""
+        worker, copy, is_candidate, _ = self._running.pop(sink)
+        self._let_go(copy)
+        error = None if sink.cancelled() else sink.exception()
+        if self._is_stopped:
+            return
+        findings = self._findings
+        if isinstance(error, StreamBroken):
             findings.dropped("stream")
-        elif not run.is_candidate:
-            if isinstance(outcome, Reply):
-                findings.repeated(copy, outcome)
-        elif outcome is None:
-            findings.dropped("interrupted")
-        elif isinstance(outcome, Exception):
-            findings.failed(copy, outcome)
+        elif not is_candidate:
+            if not sink.cancelled() and error is None:
+                findings.repeated(copy, sink.result())
+        elif sink.cancelled() or (error is not None and worker.is_closing):
+            findings.dropped("interrupted")  # a worker that is ended here has made no error
+        elif error is not None:
+            findings.failed(copy, error)
         else:
-            findings.compared(copy, outcome)
-
-
-class _Run:
-    """A copy in a worker; a `ReplySink`."""
-
-    def __init__(self, shadow: Shadow, worker: Worker, copy: Copy, is_candidate: bool) -> None:
-        self.worker = worker
-        self.copy = copy
-        self.is_candidate = is_candidate
-        self.since = monotonic()
-        self._shadow: Shadow | None = shadow
-
-    def done(self) -> bool:
-        """Return whether nobody waits for it any more."""
-        return self._shadow is None
-
-    def cancel(self) -> bool:
-        """Note that it gave way."""
-        self._end(None)
-        return True
-
-    def set_result(self, reply: Reply, /) -> None:
-        """Take the answer."""
-        self._end(reply)
-
-    def set_exception(self, error: Exception, /) -> None:
-        """Take the error that there is instead; a worker that is ended here has made none."""
-        self._end(None if self.worker.is_closing else error)
-
-    def _end(self, outcome: Reply | Exception | None) -> None:
-        shadow, self._shadow = self._shadow, None
-        if shadow is not None:  # else it came too late
-            shadow.ended(self, outcome)
+            findings.compared(copy, sink.result())
+        self._wake()
 
 
 def _idle(pool: Pool) -> Iterator[Worker]:

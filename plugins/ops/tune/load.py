@@ -31,17 +31,18 @@ MOST_CONNECTIONS = 1000
 """An open loop opens; while all have a request in flight, further ones wait, and that counts."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Load:
-    """What a load saw after its warm-up."""
+    """What a load saw of one kind of request after its warm-up."""
 
-    seconds: float
-    latencies_s: Sequence[float]
-    """Times of answers with status 200, sorted; from sending a request to its answer's end."""
-    failed: int
-    first_failure: str
+    seconds: float = 0.0
+    latencies_s: list[float] = field(default_factory=list)
+    """Times of answers with status 200, at last sorted; from sending a request to its answer's
+    end."""
+    failed: int = 0
+    first_failure: str = ""
     """Status and body of the first other answer."""
-    cpu_s: float
+    cpu_s: float = 0.0
     """Processor time of this process, which the load itself took of the cores."""
 
     @property
@@ -53,15 +54,6 @@ class Load:
         """Return the latency that a share `q` of the answers did not exceed."""
         return nearest_rank(self.latencies_s, q)
 
-
-@dataclass
-class Tally:
-    """The answers of one kind of request, as they come."""
-
-    latencies_s: list[float] = field(default_factory=list)
-    failed: int = 0
-    first_failure: str = ""
-
     def count(self, status: int, latency_s: float, body: bytes) -> None:
         """Count an answer."""
         if status == 200:
@@ -71,14 +63,11 @@ class Tally:
         text = body.decode("utf-8", "replace").strip()
         self.first_failure = self.first_failure or f"{status}: {text}"
 
-    def forget(self) -> None:
-        """Start counting anew."""
-        self.latencies_s.clear()
-        self.failed, self.first_failure = 0, ""
-
-    def load(self, seconds: float, cpu_s: float) -> Load:
-        """Return what was counted in so many seconds."""
-        return Load(seconds, sorted(self.latencies_s), self.failed, self.first_failure, cpu_s)
+    def end(self, seconds: float, cpu_s: float) -> Load:
+        """Return it with its time, sorted."""
+        self.seconds, self.cpu_s = seconds, cpu_s
+        self.latencies_s.sort()
+        return self
 
 
 def make_request(url: str, path: str, body: bytes, content_type: str | None) -> bytes:
@@ -96,18 +85,38 @@ def run_load(
     connections: int,
     seconds: float,
     warm_s: float,
-    pause_s: float = 0.0,
 ) -> Load:
     """Send the requests in turn over every connection: `warm_s` unseen, then `seconds` measured.
 
-    Both go on past their time until every connection has had an answer. Each pauses between an
-    answer and the next request.
+    Both go on past their time until every connection has had an answer.
 
     Raises:
         StartError: the server closed a connection, or did not answer.
     """
+
+    async def run() -> Load:
+        async with _Connections(url) as clients:
+            load = Load()
+
+            def go_on(client: _Client) -> None:
+                client.send(next(client.turns), load)
+
+            for at in range(connections):
+                client = await clients.open()
+                client.turns = islice(cycle(requests), at % len(requests), None)
+                client.go_on = go_on
+                go_on(client)
+            for phase_s in (warm_s, seconds):
+                load = Load()
+                for client in clients.all:
+                    client.answered = 0
+                began, cpu_began = time.perf_counter(), time.process_time()
+                await clients.wait(phase_s)
+                await clients.until(lambda: all(client.answered for client in clients.all))
+            return load.end(time.perf_counter() - began, time.process_time() - cpu_began)
+
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_closed(url, requests, connections, seconds, warm_s, pause_s))
+        return runner.run(run())
 
 
 def run_open_load(
@@ -128,60 +137,12 @@ def run_open_load(
     Raises:
         StartError: the server closed a connection, or did not answer.
     """
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_open(url, mix, seconds, warm_s, Random(seed)))
-
-
-async def _closed(
-    url: str,
-    requests: Sequence[bytes],
-    connections: int,
-    seconds: float,
-    warm_s: float,
-    pause_s: float,
-) -> Load:
-    loop = asyncio.get_running_loop()
-    broken: asyncio.Future[None] = loop.create_future()
-    tally = Tally()
-
-    def go_on(turns: Iterator[bytes], client: _Client) -> None:
-        send = partial(client.send, next(turns), tally)
-        if pause_s and client.answered.is_set():
-            loop.call_later(pause_s, send)
-        else:
-            send()
-
-    clients: list[_Client] = []
-    try:
-        for at in range(connections):
-            turns = islice(cycle(requests), at % len(requests), None)
-            clients.append(await _connect(url, partial(go_on, turns), broken))
-        await _run_for(clients, broken, warm_s)
-        tally.forget()
-        for client in clients:
-            client.answered.clear()
-        began, cpu_began = time.perf_counter(), time.process_time()
-        await _run_for(clients, broken, seconds)
-        took, cpu_s = time.perf_counter() - began, time.process_time() - cpu_began
-    finally:
-        for client in clients:
-            client.close()
-    return tally.load(took, cpu_s)
-
-
-async def _open(
-    url: str,
-    mix: Mapping[str, tuple[float, Sequence[bytes]]],
-    seconds: float,
-    warm_s: float,
-    random: Random,
-) -> dict[str, Load]:
-    loop = asyncio.get_running_loop()
-    broken: asyncio.Future[None] = loop.create_future()
+    random = Random(seed)
+    turns = {name: cycle(requests) for name, (_, requests) in mix.items()}
+    names, rates = list(mix), [rate for rate, _ in mix.values()]
+    warm, measured = ({name: Load() for name in mix} for _ in range(2))
     idle: list[_Client] = []
     waiting: deque[Callable[[_Client], None]] = deque()
-    clients: list[_Client] = []
-    opening: set[asyncio.Task[None]] = set()
 
     def go_on(client: _Client) -> None:
         if waiting:
@@ -189,120 +150,128 @@ async def _open(
         else:
             idle.append(client)
 
-    async def open_one() -> None:
+    async def run() -> dict[str, Load]:
+        async with _Connections(url) as clients:
+            opening = 0
+
+            async def open_one() -> None:
+                nonlocal opening
+                client = await clients.open()
+                client.go_on = go_on
+                opening -= 1
+                go_on(client)
+
+            began, cpu_began = time.perf_counter(), time.process_time()
+            due, tasks = began, set[asyncio.Task[None]]()
+            while (due := due + random.expovariate(sum(rates))) < began + warm_s + seconds:
+                await clients.wait(due - time.perf_counter())
+                (name,) = random.choices(names, rates)
+                load = (warm if due < began + warm_s else measured)[name]
+                request, since = next(turns[name]), time.perf_counter()
+                if idle:
+                    idle.pop().send(request, load, since)
+                    continue
+                waiting.append(partial(_Client.send, request=request, load=load, since=since))
+                if len(clients.all) + opening < MOST_CONNECTIONS:
+                    opening += 1
+                    tasks.add(asyncio.create_task(open_one()))
+            cpu_s = time.process_time() - cpu_began
+            await clients.until(
+                lambda: not waiting and not opening and len(idle) == len(clients.all)
+            )
+            return {name: load.end(seconds, cpu_s) for name, load in measured.items()}
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(run())
+
+
+class _Connections:
+    """Connections to one server, closed at the end of a block."""
+
+    def __init__(self, url: str) -> None:
+        self._parts = urlsplit(url)
+        self.all: list[_Client] = []
+
+    async def __aenter__(self) -> _Connections:
+        self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        for client in self.all:
+            client.close()
+        if not self._broken.cancel():
+            self._broken.exception()  # somebody else has said it
+
+    async def open(self) -> _Client:
+        """Return a new one, which does nothing yet."""
+        host, port = self._parts.hostname or "", self._parts.port or 80
+        loop = asyncio.get_running_loop()
         try:
-            clients.append(await _connect(url, go_on, broken))
+            _, client = await loop.create_connection(partial(_Client, self._broken), host, port)
         except OSError as error:
-            if not broken.done():
-                broken.set_exception(StartError(f"no connection to the server: {error}"))
+            if not self._broken.done():
+                self._broken.set_exception(StartError(f"no connection to the server: {error}"))
+            raise
+        self.all.append(client)
+        return client
 
-    def issue(request: bytes, tally: Tally) -> None:
-        issued_at = time.perf_counter()
-        if idle:
-            idle.pop().send(request, tally, issued_at)
-            return
-        waiting.append(lambda client: client.send(request, tally, issued_at))
-        if len(clients) + len(opening) < MOST_CONNECTIONS:
-            task = loop.create_task(open_one())
-            opening.add(task)
-            task.add_done_callback(opening.discard)
+    async def wait(self, seconds: float) -> None:
+        """Let them work.
 
-    turns = {name: cycle(requests) for name, (_, requests) in mix.items()}
-    names, rates = list(mix), [rate for rate, _ in mix.values()]
-    warm, measured = ({name: Tally() for name in mix} for _ in range(2))
-    began, cpu_began = time.perf_counter(), time.process_time()
-    due = began
-    try:
-        while (due := due + random.expovariate(sum(rates))) < began + warm_s + seconds:
-            if (ahead_s := due - time.perf_counter()) > 0:
-                await asyncio.wait([broken], timeout=ahead_s)
-            if broken.done():
-                broken.result()
-            (name,) = random.choices(names, rates)
-            issue(next(turns[name]), (warm if due < began + warm_s else measured)[name])
-        cpu_s = time.process_time() - cpu_began
+        Raises:
+            StartError: one is broken.
+        """
+        if seconds > 0:
+            await asyncio.wait([self._broken], timeout=seconds)
+        if self._broken.done():
+            self._broken.result()
+
+    async def until(self, is_so: Callable[[], bool]) -> None:
+        """Let them work until something is so.
+
+        Raises:
+            StartError: one is broken, or it takes too long.
+        """
         until = time.perf_counter() + LONGEST_WAIT_S
-        while waiting or opening or len(idle) < len(clients):
+        while not is_so():
             if time.perf_counter() > until:
                 raise StartError(f"a request was not answered within {LONGEST_WAIT_S:g} s")
-            await asyncio.wait([broken], timeout=0.01)
-            if broken.done():
-                broken.result()
-    finally:
-        for client in clients:
-            client.close()
-        for task in opening:
-            task.cancel()
-    return {name: tally.load(seconds, cpu_s) for name, tally in measured.items()}
-
-
-async def _run_for(
-    clients: Sequence[_Client], broken: asyncio.Future[None], seconds: float
-) -> None:
-    """Let the clients work; after `seconds` and an answer for each, or at a broken connection."""
-    await asyncio.wait([broken], timeout=seconds)
-    answered = asyncio.create_task(_wait_for_answers(clients))
-    either: list[asyncio.Future[None]] = [broken, answered]
-    await asyncio.wait(either, timeout=LONGEST_WAIT_S, return_when=asyncio.FIRST_COMPLETED)
-    is_answered = answered.done()
-    answered.cancel()
-    if broken.done():
-        broken.result()
-    if not is_answered:
-        raise StartError(f"a request was not answered within {seconds + LONGEST_WAIT_S:g} s")
-
-
-async def _wait_for_answers(clients: Sequence[_Client]) -> None:
-    for client in clients:
-        await client.answered.wait()
-
-
-async def _connect(
-    url: str, go_on: Callable[[_Client], None], broken: asyncio.Future[None]
-) -> _Client:
-    parts = urlsplit(url)
-    _, client = await asyncio.get_running_loop().create_connection(
-        partial(_Client, go_on, broken), parts.hostname or "", parts.port or 80
-    )
-    return client
+            await self.wait(0.01)
 
 
 class _Client(asyncio.Protocol):
     """One connection, with one request in flight.
 
     Args:
-        go_on: called when it is open, and after each answer.
         broken: fails when nothing more can be measured.
     """
 
-    def __init__(self, go_on: Callable[[_Client], None], broken: asyncio.Future[None]) -> None:
-        self._go_on = go_on
+    def __init__(self, broken: asyncio.Future[None]) -> None:
         self._broken = broken
-        self._tally = Tally()
+        self._load = Load()
         self._sent_at = 0.0
         self._body = b""
         self._is_closing = False
-        self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
-        self.answered = asyncio.Event()
+        self.answered = 0
+        self.turns: Iterator[bytes] = iter(())
+        self.go_on: Callable[[_Client], None] = lambda client: None
+        """Called after each answer."""
 
     def close(self) -> None:
         """Close the connection, whatever is in flight."""
         self._is_closing = True
-        if self._transport is not None:
-            self._transport.abort()
+        self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begin."""
+        """Keep what requests are written to."""
         self._transport = cast(asyncio.Transport, transport)
-        self._go_on(self)
 
-    def send(self, request: bytes, tally: Tally, since: float | None = None) -> None:
-        """Send a request, whose answer is counted in `tally`, its time from `since` or now."""
-        assert self._transport is not None
+    def send(self, request: bytes, load: Load, since: float | None = None) -> None:
+        """Send a request, whose answer is counted in `load`, its time from `since` or now."""
         if self._is_closing:
             return
-        self._tally = tally
+        self._load = load
         self._sent_at = time.perf_counter() if since is None else since
         self._transport.write(request)
 
@@ -321,15 +290,15 @@ class _Client(asyncio.Protocol):
     def on_message_complete(self) -> None:
         """Count the answer, and go on."""
         latency_s = time.perf_counter() - self._sent_at
-        self._tally.count(self._parser.get_status_code(), latency_s, self._body)
+        self._load.count(self._parser.get_status_code(), latency_s, self._body)
         self._body = b""
-        self.answered.set()
-        self._go_on(self)
+        self.answered += 1
+        self.go_on(self)
 
     def connection_lost(self, error: Exception | None) -> None:
         """Report that nothing more can be measured."""
         if not self._is_closing:
-            self._break(f"the server closed a connection {self._tally.first_failure}".rstrip())
+            self._break(f"the server closed a connection {self._load.first_failure}".rstrip())
 
     def _break(self, text: str) -> None:
         if not self._broken.done():

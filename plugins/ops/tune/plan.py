@@ -13,10 +13,12 @@ many run at a time, on average.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from statistics import fmean, pstdev
+
+import numpy as np
 
 from modelyard.plugins.ops.tune.costs import Costs
 from modelyard.serve.errors import ServeError
@@ -26,8 +28,6 @@ MOST_STATES = 4000
 """Jobs in a cell that are reckoned with; beyond them the cell is as good as full."""
 FULL = 0.995
 """Utilisation from which on nothing is predicted but that it is too much."""
-IDLE = 0.001
-"""Utilisation below which nothing is quicker in more cells."""
 ROUNDS = 6
 """Of a fixed point: cores that are shared make times longer, which makes cores busier."""
 
@@ -49,7 +49,12 @@ class KnownModel:
     @cached_property
     def batch_s(self) -> list[float]:
         """Mean time of a batch, by its size; of none at place 0."""
-        return [0.0, *(self.costs.mean_s(size) for size in range(1, self.batch_size + 1))]
+        return [0.0, *(float(times.mean()) for times in self.times_s[1:])]
+
+    @cached_property
+    def times_s(self) -> list[np.ndarray]:
+        """Times of a batch, by its size, each as likely as the next; of none at place 0."""
+        return [np.zeros(1), *map(self.costs.times_s, range(1, self.batch_size + 1))]
 
     @cached_property
     def best_job_s(self) -> float:
@@ -59,8 +64,7 @@ class KnownModel:
     @cached_property
     def variation(self) -> float:
         """Squared coefficient of variation of a single job's time."""
-        times = self.costs.times_s(1)
-        return (pstdev(times) / fmean(times)) ** 2
+        return float(self.times_s[1].var() / self.times_s[1].mean() ** 2)
 
 
 @dataclass(frozen=True)
@@ -148,8 +152,8 @@ def refuse_impossible(model: KnownModel, limit_s: float, quantile: float) -> Non
     Raises:
         CannotPlan: with the parts of that time.
     """
-    times = model.costs.times_s(1)
-    service_s = times[int(quantile * len(times))]
+    times = model.times_s[1]
+    service_s = float(times[int(quantile * len(times))])
     around_s = (model.costs.server_ms + 2 * model.costs.turn_ms + model.costs.wait_ms) / 1e3
     if service_s + around_s > limit_s:
         raise CannotPlan(
@@ -189,27 +193,19 @@ def make_plan(
 
     if cells is not None:
         return Plan(cells, at(cells))
-    low, high = 0, 1
-    while (cell := at(high)).worst_s(quantile) > limit_s:
-        if all(each.busy < IDLE for each in cell.models):
-            raise CannotPlan(
-                f"p{quantile * 100:g}={limit_s * 1e3:g}ms cannot be met with any number of cells: "
-                "with fewer they have too much to do, and with more so little that each request "
-                f"finds them asleep, which takes {cell.worst_s(quantile) * 1e3:.3g} ms"
-            )
-        low, high = high, 2 * high
-        if high > MOST_CELLS:
-            raise CannotPlan(
-                f"more than {MOST_CELLS} cells of {cores} cores would be needed for {rate:g} "
-                "requests per second; give a cell more --cores"
-            )
-    while high - low > 1:
-        middle = (low + high) // 2
-        if at(middle).worst_s(quantile) > limit_s:
-            low = middle
-        else:
-            high = middle
-    return Plan(high, at(high))
+    # With more of them, each has less to do.
+    fewest = (
+        bisect_left(
+            range(1, MOST_CELLS), True, key=lambda number: at(number).worst_s(quantile) <= limit_s
+        )
+        + 1
+    )
+    if fewest == MOST_CELLS:
+        raise CannotPlan(
+            f"more than {MOST_CELLS} cells of {cores} cores would be needed for {rate:g} "
+            "requests per second; give a cell more --cores"
+        )
+    return Plan(fewest, at(fewest))
 
 
 def best_cell(models: Sequence[KnownModel], rate: float, quantile: float, cores: int) -> CellPlan:
@@ -296,19 +292,11 @@ def _expect_model(
     )
     costs = model.costs
     server_s = costs.server_ms / 1e3 * stretch
-    rested_server_s, rested_worker_s = costs.idle_s((1 - server_busy) / rate)[0], 0.0
-    if served < workers:
-        rested_worker_s = costs.idle_s((workers - served) / rate)[1]
-    at_server_s = server_s + (2 * costs.turn_ms / 1e3 + rested_server_s) * (1 - server_busy)
+    at_server_s = server_s + 2 * costs.turn_ms / 1e3 * (1 - server_busy)
     at_server_s += server_busy * server_s / 2 / (1 - server_busy)  # 2 passes, each of half
     waits = [
-        (
-            likely,
-            running_s,
-            full_s * (1 + model.variation) / 2 + (rested_worker_s if jobs < workers else 0.0),
-            own,
-        )
-        for jobs, (likely, (running_s, full_s, own)) in enumerate(zip(states, before, strict=True))
+        (likely, running_s, full_s * (1 + model.variation) / 2, own)
+        for likely, (running_s, full_s, own) in zip(states, before, strict=True)
     ]
     around_s = at_server_s + costs.wait_ms / 1e3
     return Expected(model, rate, workers, served / workers, mean_batch, waits, stretch, around_s)
@@ -323,10 +311,7 @@ def _chain(rate: float, workers: int, size: int, batch_s: Sequence[float]) -> li
             leaving = jobs / batch_s[1]
         else:
             batch = min(float(size), jobs / workers)
-            low = int(batch)
-            high = min(size, low + 1)
-            took_s = batch_s[low] + (batch - low) * (batch_s[high] - batch_s[low])
-            leaving = workers * batch / took_s
+            leaving = workers * batch / _between(batch_s, batch)
         weights.append(weights[-1] * rate / leaving)
         total += weights[-1]
         if weights[-1] < 1e-7 * total and jobs > workers:
@@ -344,19 +329,23 @@ def _before(
     if jobs < workers:
         return 0.0, 0.0, 1
     running = min(float(size), jobs / workers)
-    low = int(running)
-    high = min(size, low + 1)
-    running_s = batch_s[low] + (running - low) * (batch_s[high] - batch_s[low])
     waiting = (jobs - running * workers) / workers  # for each worker
     full = int(waiting // size)
     own = min(size, max(1, round(waiting - full * size + 1)))
-    return running_s, full * batch_s[size], own
+    return _between(batch_s, running), full * batch_s[size], own
+
+
+def _between(batch_s: Sequence[float], size: float) -> float:
+    """Return the mean time of batches of this size on average."""
+    low = int(size)
+    high = min(len(batch_s) - 1, low + 1)
+    return batch_s[low] + (size - low) * (batch_s[high] - batch_s[low])
 
 
 LEAST_POINTS, MOST_POINTS = 20, 6_000
-"""Of a batch's times that stand for all of them; of all batches that are told apart."""
+"""Times of a batch that stand for all of them; times of all batches that are told apart."""
 GOLDEN = 0.618034
-"""Of the golden section, whose multiples fill a range evenly in an order of their own."""
+"""The golden section, whose multiples fill a range evenly in an order of their own."""
 
 
 def _mixed(
@@ -366,23 +355,17 @@ def _mixed(
     around_s: float,
 ) -> list[float]:
     """Return latencies, each as likely as the next: of waiting and of the own batch's time."""
-    weighted: list[tuple[float, float]] = []
     likely_waits = [each for each in waits if each[0] > 1e-7]
-    points = max(LEAST_POINTS, min(1000, MOST_POINTS // len(likely_waits)))
-    for likely, running_s, full_s, own in likely_waits:
-        times = model.costs.times_s(own)
-        for point in range(points):
-            time_s = times[int((point + 0.5) / points * len(times))]
-            wait_s = full_s + (point * GOLDEN % 1) * running_s
-            weighted.append((wait_s + time_s * stretch + around_s, likely / points))
-    weighted.sort()
-    total = sum(likely for _, likely in weighted)
-    found: list[float] = []
-    passed, at = 0.0, 0
-    for draw in range(2000):
-        level = (draw + 0.5) / 2000 * total
-        while at < len(weighted) - 1 and passed + weighted[at][1] < level:
-            passed += weighted[at][1]
-            at += 1
-        found.append(weighted[at][0])
-    return found
+    count = max(LEAST_POINTS, min(1000, MOST_POINTS // len(likely_waits)))
+    points = np.arange(count)
+    found = []
+    for _, running_s, full_s, own in likely_waits:
+        times = model.times_s[own]
+        own_s = times[((points + 0.5) / count * len(times)).astype(int)]
+        found.append(full_s + points * GOLDEN % 1 * running_s + own_s * stretch + around_s)
+    latencies_s = np.concatenate(found)
+    weights = np.repeat([likely for likely, *_ in likely_waits], count)
+    order = latencies_s.argsort()
+    levels = (np.arange(2000) + 0.5) / 2000 * weights.sum()
+    places = np.searchsorted(weights[order].cumsum(), levels).clip(max=len(order) - 1)
+    return [float(each) for each in latencies_s[order][places]]

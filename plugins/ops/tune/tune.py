@@ -18,11 +18,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import typer
 import yaml
 
 from modelyard.archiver import Archive
 from modelyard.archiver.alternatives import KEY
-from modelyard.plugins.ops.tune.load import Load, make_request, run_load
+from modelyard.base.terminal import err
+from modelyard.plugins.ops.tune.load import make_request, run_load
+from modelyard.serve.cli import known_errors
 from modelyard.serve.control.state import StateDir
 from modelyard.serve.errors import ServeError, StartError, WrongUsage
 from modelyard.serve.settings import Settings
@@ -47,6 +50,17 @@ CHILD = (
     "from modelyard.serve.server import main; sys.exit(main())",
 )
 """The server, told to end when this process does."""
+
+
+@contextmanager
+def stoppable(text: str) -> Iterator[None]:
+    """Turn a known error, or Ctrl-C, into a line and an exit code."""
+    with known_errors():
+        try:
+            yield
+        except KeyboardInterrupt as error:
+            err.print(text)
+            raise typer.Exit(1) from error
 
 
 @dataclass(frozen=True)
@@ -138,6 +152,18 @@ class Result:
     def quantile_s(self, name: str) -> float:
         """Return a quantile of the latency."""
         return median(turn.quantiles_s[name] for turn in self.turns)
+
+    def to_json(self, slo: Slo | None) -> dict[str, Any]:
+        """Return it for JSON; what was not measured is null."""
+        found: dict[str, float | None] = {"rate": self.rate, "spread": self.spread}
+        found |= {f"{name}_ms": self.quantile_s(name) * 1e3 for name in self.turns[0].quantiles_s}
+        return {
+            **vars(self.setting),
+            **(dict.fromkeys(found) if self.failure else found),
+            "turns": [turn.rate for turn in self.turns],
+            "meets": self.meets(slo),
+            "failure": self.failure or None,
+        }
 
     def meets(self, slo: Slo | None, slack: float = 1.0) -> bool:
         """Return whether its answers are fast enough."""
@@ -299,14 +325,21 @@ class Trial:
             StartError: the model answers nothing but errors, so no setting is worth a try.
         """
         try:
-            with self.serve(setting) as (url, _):
+            with running(self.settings_for(setting)) as (url, _):
                 requests = [make_request(url, self.path, *each) for each in self.bodies]
                 load = run_load(url, requests, self.connections, self.seconds, WARM_S)
         except ServeError as error:
             return Turn(0.0, dict.fromkeys(QUANTILES, math.inf), failure=str(error))
         if not load.latencies_s:
             raise StartError(f"{self.name} answers {load.first_failure}; see --input")
-        return _turn(load)
+        failure = ""
+        if load.failed:
+            total = load.failed + len(load.latencies_s)
+            failure = (
+                f"{load.failed} of {total} answers were errors, the first {load.first_failure}"
+            )
+        quantiles = {name: load.quantile_s(q) for name, q in QUANTILES.items()}
+        return Turn(load.rate, quantiles, load.cpu_s / load.seconds, failure)
 
     def settings_for(self, setting: Setting) -> Settings:
         """Return the settings of a server with this setting."""
@@ -320,12 +353,6 @@ class Trial:
         if setting.artifact:
             own[KEY] = setting.artifact
         return self.settings.model_copy(update={"model_settings": {self.name: own}})
-
-    @contextmanager
-    def serve(self, setting: Setting) -> Iterator[tuple[str, int]]:
-        """Yield the base URL and the process id of a server that runs for the block."""
-        with running(self.settings_for(setting)) as server:
-            yield server
 
 
 @contextmanager
@@ -349,15 +376,6 @@ def golden_bodies(archive: Archive) -> list[tuple[bytes, str]]:
     """Return the bodies of an archive's golden requests, with their content types."""
     seal = archive.manifest.modelyard
     return [(archive.read(each.request), each.content_type) for each in seal.golden] if seal else []
-
-
-def _turn(load: Load) -> Turn:
-    failure = ""
-    if load.failed:
-        total = load.failed + len(load.latencies_s)
-        failure = f"{load.failed} of {total} answers were errors, the first {load.first_failure}"
-    quantiles = {name: load.quantile_s(q) for name, q in QUANTILES.items()}
-    return Turn(load.rate, quantiles, load.cpu_s / load.seconds, failure)
 
 
 def on_own_ports(settings: Settings, models: tuple[str, ...], state_dir: Path) -> Settings:

@@ -6,26 +6,34 @@ import json
 import mimetypes
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 from urllib.parse import quote
 
 import typer
-from rich.markup import escape
-from rich.table import Table
-from rich.text import Text
+import yaml
 
-from modelyard.archiver.errors import ArchiveError
-from modelyard.base.terminal import err, out, step_bar
-from modelyard.serve.errors import ServeError, StartError, WrongUsage, exit_code
-
-if TYPE_CHECKING:
-    from modelyard.archiver import Archive
-    from modelyard.plugins.ops.tune.costs import Costs
-    from modelyard.plugins.ops.tune.tune import Outcome, Result, Setting, Slo
-    from modelyard.serve.control.restore import StartPlan
-    from modelyard.serve.settings import Settings
+from modelyard.archiver import Archive, open_archive
+from modelyard.archiver.alternatives import find_alternatives
+from modelyard.archiver.untrusted.names import MANIFEST_NAME
+from modelyard.base.terminal import out, step_bar
+from modelyard.plugins.ops.text import print_text
+from modelyard.plugins.ops.tune.costs import KEY
+from modelyard.plugins.ops.tune.tune import (
+    Setting,
+    Slo,
+    Trial,
+    config_changes,
+    golden_bodies,
+    merge_config,
+    on_own_ports,
+    parse_slo,
+    search,
+    stoppable,
+)
+from modelyard.serve.errors import StartError, WrongUsage
+from modelyard.serve.settings import Settings, load_settings
 
 COSTS_S = 1.0
 """For each batch size, and for each load, of what `plan` reckons with."""
@@ -79,10 +87,7 @@ def tune(
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Measure, print, write."""
-    from modelyard.plugins.ops.tune.tune import parse_slo
-    from modelyard.serve.settings import load_settings
-
-    try:
+    with stoppable("stopped; nothing was written"):
         limit = parse_slo(slo) if slo is not None else None
         if output.exists() and not force:
             raise StartError(f"{output} exists; --force replaces it, --output names another file")
@@ -90,48 +95,23 @@ def tune(
             raise StartError(f"--output {output}: there is no folder {output.parent}")
         settings = load_settings({"model_store": model_store, "device": device}, config)
         with tempfile.TemporaryDirectory(prefix="modelyard-tune-") as state_dir:
-            tuned = _measure(
-                settings,
-                model,
-                inputs or [],
-                Path(state_dir),
-                limit,
-                connections,
-                seconds,
-                rounds,
-                artifacts,
+            load = connections, seconds, rounds
+            found, text = _measure(
+                settings, model, inputs or [], Path(state_dir), limit, load, artifacts
             )
-        if tuned.outcome.best is not None:
-            _write(output, tuned)
-    except (ServeError, ArchiveError) as error:
-        err.print(f"[red]error:[/red] {escape(str(error))}")
-        raise typer.Exit(exit_code(error)) from error
-    except KeyboardInterrupt as error:
-        err.print("stopped; nothing was written")
-        raise typer.Exit(1) from error
+        if found["best"] is not None:
+            try:
+                output.write_text(text, encoding="utf-8")
+            except OSError as error:
+                raise StartError(f"cannot write {output}: {error.strerror}") from error
+            found["file"] = str(output)
     if json_output:
-        out.print_json(json.dumps(_report(tuned, limit, output), allow_nan=False))
+        out.print_json(json.dumps(found, allow_nan=False))
     else:
-        _print(tuned, limit, output)
-    if tuned.outcome.best is None:
+        quantile = limit.quantile if limit else ""
+        print_text(Path(__file__).with_name("tune.txt"), {**found, "quantile": quantile})
+    if found["best"] is None:
         raise typer.Exit(1)
-
-
-@dataclass(frozen=True)
-class Tuned:
-    """What was measured, and of what."""
-
-    name: str
-    version: str
-    config_text: str
-    """The archive's own model-config.yaml."""
-    cores: int
-    connections: int
-    plan: Setting
-    """What would be started without the file."""
-    outcome: Outcome
-    costs: Costs | None
-    """Of the best setting; None where there is none."""
 
 
 def _measure(
@@ -140,57 +120,51 @@ def _measure(
     inputs: Sequence[Path],
     state_dir: Path,
     slo: Slo | None,
-    connections: int,
-    seconds: float,
-    rounds: int,
+    load: tuple[int, float, int],
     tries_artifacts: bool,
-) -> Tuned:
-    """Read the archive, search, and return the outcome.
+) -> tuple[dict[str, Any], str]:
+    """Read the archive and search; return what was found, and the model-config.yaml of the best.
+
+    Args:
+        load: connections, seconds of a turn, and turns of each setting that may win.
 
     Raises:
         ServeError, ArchiveError: the model cannot be measured.
     """
-    from modelyard.archiver import open_archive
     from modelyard.plugins.ops.tune.measure_costs import measure_costs
-    from modelyard.plugins.ops.tune.tune import Setting, Trial, golden_bodies, on_own_ports, search
     from modelyard.serve.control.restore import plan_start
     from modelyard.serve.control.sizing import is_on_gpu
 
     if model.upper() == "ALL":
         raise WrongUsage("one model is tuned at a time; name it")
     settings = on_own_ports(settings, (model,), state_dir)
-    plan: StartPlan = plan_start(settings)
-    (planned,) = plan.models
+    plan = plan_start(settings)
+    (planned,), machine = plan.models, plan.machine
     with open_archive(settings.model_store / planned.file) as archive:
         bodies = _read_inputs(inputs) if inputs else golden_bodies(archive)
         file = archive.manifest.config_file
-        config_text = archive.read(file).decode() if file else ""
-        others: list[str] = []
-        if tries_artifacts and not (others := list(_alternatives(archive))):
-            raise StartError(
-                f"--artifacts: {planned.file} holds no other artifact of the same checkpoint with "
-                "its report; pack both with `modelyard archive --extra-files`"
-            )
+        text = archive.read(file).decode() if file else ""
+        others = list(_alternatives(archive)) if tries_artifacts else []
+    if tries_artifacts and not others:
+        raise StartError(
+            f"--artifacts: {planned.file} holds no other artifact of the same checkpoint with "
+            "its report; pack both with `modelyard archive --extra-files`"
+        )
     if not bodies:
         raise StartError(f"{planned.file} holds no golden request; give a request with --input")
-    trial = Trial(
-        settings,
-        planned.name,
-        f"/predictions/{quote(planned.name)}",
-        bodies,
-        connections,
-        seconds,
-    )
+    name, (connections, seconds, rounds) = planned.name, load
+    path = f"/predictions/{quote(name)}"
+    trial = Trial(settings, name, path, bodies, connections, seconds)
     gpus = 0
-    if is_on_gpu(plan.machine, planned.config.device):
-        gpus = plan.machine.gpus if planned.config.device in ("auto", "cuda") else 1
+    if is_on_gpu(machine, planned.config.device):
+        gpus = machine.gpus if planned.config.device in ("auto", "cuda") else 1
     start = Setting(
         planned.allocation.workers, planned.allocation.threads, planned.config.batch_size
     )
     with step_bar() as show:
         outcome = search(
             start,
-            cores=plan.machine.cores,
+            cores=machine.cores,
             gpus=gpus,
             largest_batch=min(connections, planned.config.proven_batch or connections),
             slo=slo,
@@ -201,18 +175,32 @@ def _measure(
                 f"{setting}, turn {turn}", done, expected
             ),
         )
-        costs = None
-        if outcome.best is not None:
-            best, shortly = outcome.best.setting, replace(trial, seconds=min(seconds, COSTS_S))
-            costs = measure_costs(shortly, best, planned.file, plan.machine.cores, show)
-    cores = plan.machine.cores
-    return Tuned(
-        planned.name, planned.version, config_text, cores, connections, start, outcome, costs
-    )
+        best, costs = outcome.best, None
+        if best is not None:
+            shortly = replace(trial, seconds=min(seconds, COSTS_S))
+            measured = measure_costs(shortly, best.setting, planned.file, machine.cores, show)
+            costs = measured.as_dict()
+            changes = config_changes(yaml.safe_load(text) or {}, best.setting, best.rate)
+            text = merge_config(text, {**changes, KEY: costs})
+    every = (*outcome.finals, *outcome.others)
+    return {
+        "name": name,
+        "version": planned.version,
+        "slo": str(slo) if slo else None,
+        "cores": machine.cores,
+        "connections": connections,
+        "load_cores": max((turn.load_share for each in every for turn in each.turns), default=0.0),
+        "plan": vars(start),
+        "finals": [each.to_json(slo) for each in outcome.finals],
+        "others": [each.to_json(slo) for each in outcome.others],
+        "best": best.to_json(slo) if best else None,
+        "nearest": outcome.nearest.to_json(slo) if outcome.nearest else None,
+        "file": None,
+        "costs": costs,
+    }, text
 
 
 def _read_inputs(files: Sequence[Path]) -> list[tuple[bytes, str]]:
-
     try:
         return [
             (file.read_bytes(), mimetypes.guess_type(file.name)[0] or "application/octet-stream")
@@ -223,136 +211,6 @@ def _read_inputs(files: Sequence[Path]) -> list[tuple[bytes, str]]:
 
 
 def _alternatives(archive: Archive) -> Iterator[str]:
-    from modelyard.archiver.alternatives import find_alternatives
-    from modelyard.archiver.untrusted.names import MANIFEST_NAME
-
-    seal = archive.manifest.modelyard
-    if seal is None:
+    if archive.manifest.modelyard is None:
         return iter(())
     return find_alternatives(json.loads(archive.read(MANIFEST_NAME)), archive.names, archive.read)
-
-
-def _write(file: Path, tuned: Tuned) -> None:
-    """Write the archive's configuration with the best setting."""
-    import yaml
-
-    from modelyard.plugins.ops.tune.costs import KEY
-    from modelyard.plugins.ops.tune.tune import config_changes, merge_config
-
-    best, costs = tuned.outcome.best, tuned.costs
-    assert best is not None and costs is not None
-    old = yaml.safe_load(tuned.config_text) or {}
-    changes = {**config_changes(old, best.setting, best.rate), KEY: costs.as_dict()}
-    text = merge_config(tuned.config_text, changes)
-    try:
-        file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise StartError(f"cannot write {file}: {error.strerror}") from error
-
-
-# -- what is printed ---------------------------------------------------------------------------
-
-
-def _report(tuned: Tuned, slo: Slo | None, output: Path) -> dict[str, Any]:
-    outcome = tuned.outcome
-
-    def of(result: Result) -> dict[str, Any]:
-        is_measured = not result.failure
-        return {
-            **vars(result.setting),
-            "rate": result.rate if is_measured else None,
-            "spread": result.spread if is_measured else None,
-            **{
-                f"{name}_ms": result.quantile_s(name) * 1e3 if is_measured else None
-                for name in result.turns[0].quantiles_s
-            },
-            "turns": [turn.rate for turn in result.turns],
-            "meets": result.meets(slo),
-            "failure": result.failure or None,
-        }
-
-    return {
-        "name": tuned.name,
-        "version": tuned.version,
-        "slo": str(slo) if slo else None,
-        "cores": tuned.cores,
-        "connections": tuned.connections,
-        "load_cores": _load_share(outcome),
-        "plan": vars(tuned.plan),
-        "finals": [of(result) for result in outcome.finals],
-        "others": [of(result) for result in outcome.others],
-        "best": of(outcome.best) if outcome.best else None,
-        "nearest": of(outcome.nearest) if outcome.nearest else None,
-        "file": str(output) if outcome.best else None,
-        "costs": tuned.costs.as_dict() if tuned.costs else None,
-    }
-
-
-def _all(outcome: Outcome) -> list[Result]:
-    return [*outcome.finals, *outcome.others]
-
-
-def _load_share(outcome: Outcome) -> float:
-    """Return the largest share of a core that the load took itself."""
-    turns = (turn for result in _all(outcome) for turn in result.turns)
-    return max((turn.load_share for turn in turns), default=0.0)
-
-
-def _print(tuned: Tuned, slo: Slo | None, output: Path) -> None:
-    outcome = tuned.outcome
-    shown = ["p50", "p99"]
-    if slo and slo.quantile not in shown:
-        shown.append(slo.quantile)
-    table = Table("workers", "threads", "batch", "per second", "spread", *shown, "turns", "")
-    for column in table.columns[:-1]:
-        column.justify = "right"
-    for result in _all(outcome):
-        setting = result.setting
-        row = [str(setting.workers), str(setting.threads), str(setting.batch_size)]
-        if result.failure:
-            row += ["failed", "", *[""] * len(shown), "", result.failure[:100]]
-        else:
-            spread = f"±{result.spread:.0%}" if len(result.turns) > 1 else ""
-            row += [f"{result.rate:.4g}", spread]
-            row += [f"{result.quantile_s(name) * 1e3:.3g} ms" for name in shown]
-            row += [str(len(result.turns)), _mark(result, tuned, slo)]
-        table.add_row(
-            *(Text(cell) for cell in row),
-            end_section=bool(outcome.finals) and result is outcome.finals[-1],
-        )
-    out.print(table)
-    share = _load_share(outcome)
-    out.print(
-        f"{tuned.connections} connections; the load took up to {share:.2f} of {tuned.cores} cores "
-        "itself, which a client elsewhere would leave to the server"
-    )
-    if outcome.best is not None:
-        setting = outcome.best.setting
-        out.print(f"[green]best:[/green] {setting}, written to {escape(str(output))}. Put it in:")
-        out.print(
-            f"  modelyard archive {tuned.name} --config-file {escape(str(output))} "
-            "--version NEW …   (the other options as before)",
-            soft_wrap=True,
-        )
-    elif outcome.nearest is not None and slo is not None:
-        nearest_ms = outcome.nearest.quantile_s(slo.quantile) * 1e3
-        out.print(
-            f"[red]no setting keeps {slo}[/red]; the nearest is {outcome.nearest.setting} with "
-            f"{slo.quantile}={nearest_ms:.3g}ms. Nothing was written. Fewer --connections wait "
-            "less for each other"
-        )
-    else:
-        out.print("[red]no setting could be measured[/red]; nothing was written")
-
-
-def _mark(result: Result, tuned: Tuned, slo: Slo | None) -> str:
-    outcome = tuned.outcome
-    marks = [
-        "best" if result is outcome.best else "",
-        "nearest" if result is outcome.nearest else "",
-        "the plan" if result.setting == tuned.plan else "",
-        "" if result.meets(slo) or result is outcome.nearest else f"over {slo}",
-        "" if result in outcome.finals else "left out early",
-        result.setting.artifact,
-    ]
-    return ", ".join(filter(None, marks))

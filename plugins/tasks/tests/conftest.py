@@ -1,4 +1,4 @@
-"""Handlers of core's tests: the digits example, and a folder like its unpacked archive."""
+"""Fixtures of core's tests of handlers that ours use, too."""
 
 from tests.handlers.conftest import digits_folder, digits_net, make_context
 

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models
 from modelyard.archiver.signature import parse_inputs
 from modelyard.handlers import BadInput, Context, Generate, LoadError
 from modelyard.plugins.tasks.sampling import Continuation, choose, read_request
-from tests.decoder import build_decoder, build_tokenizer, write_decoder
+from plugins.tasks.tests.decoder import build_decoder, build_tokenizer, write_decoder
 
 PLACES = 48
 PROMPTS = ("once", "upon a time there was a", "é")

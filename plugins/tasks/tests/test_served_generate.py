@@ -14,7 +14,7 @@ import pytest
 
 from modelyard.archiver import write_archive
 from modelyard.plugins.grpc.protos import message
-from tests.decoder import build_decoder, write_decoder
+from plugins.tasks.tests.decoder import build_decoder, write_decoder
 from tests.serve.live import SOURCES, LiveServer, make_notes_folder, poll
 
 PLACES = 512

@@ -13,7 +13,10 @@ import pytest
 
 from modelyard.plugins.ops.console.answers import OF_OURS, Column, difference
 from modelyard.plugins.ops.console.ask import Answered
+from modelyard.plugins.ops.console.render import Renderer
 from modelyard.plugins.ops.console.rollout import describe, label
+from modelyard.plugins.ops.rollout.rule import parse_rule
+from modelyard.plugins.ops.rollout.trial import describe_findings
 from tests.serve.live import LiveServer, build_archive
 
 SCRIPT = "<script>alert(1)</script>"
@@ -194,47 +197,74 @@ def test_two_answers_agree_within_the_tolerance_or_the_first_difference_is_named
 
 # -- a roll-out ----------------------------------------------------------------------------------
 
+VERSION = {"version": "1.0", "file": "one.mar", "format": "onnx", "digest": "d"}
 STATUS: dict[str, Any] = {
+    **describe_findings(parse_rule()),
     "model": "m", "state": "canary", "since": "2026-11-23T03:56:45.747Z", "canaryShare": 0.1,
-    "shadowShare": 0.0, "steps": [0.01, 0.1, 0.5], "compared": 4,
-    "verdicts": {"equal": 3, "differs": 1}, "noise": {"compared": 2, "differs": 0},
-    "bounds": {"disagreement": {"estimate": 0.25, "low": 0.01, "high": 0.8},
-               "noise": {"estimate": None, "low": None, "high": None},
-               "p99Ratio": 1.5, "p99RatioBounds": {"estimate": 1.5, "low": 0.5, "high": None}},
-    "judgement": {"verdict": "fail", "reasons": ["because"]},
-    "latency": {"live": {"p50": 0.1, "p99": None}}, "answered": {"live": {"requests": 9}},
+    "shadowShare": 0.0, "steps": [0.01, 0.1, 0.5], "compared": 4, "live": VERSION,
+    "candidate": {**VERSION, "version": "2.0"}, "verdicts": {"equal": 3, "differs": 1},
+    "judgement": {"verdict": "fail", "reasons": ["because <b>"]},
     "worst": [{
         "requestId": "r", "at": "t", "difference": None, "input": {"base64": "AA==", "bytes": 1},
         "live": {"status": 200, "text": "x" * 9999}, "candidate": {"status": 500, "text": ""},
     }],
     "events": [],
 }  # fmt: skip
+STATUS["bounds"] |= {
+    "disagreement": {"estimate": 0.25, "low": 0.01, "high": 0.8},
+    "p99RatioBounds": {"estimate": 1.5, "low": 0.5, "high": None},
+}
+
+
+class Session:
+    csrf = "word"
+
+    def may(self, right: str) -> bool:
+        return True
+
+
+def shown(**changes: Any) -> str:
+    """Return the part of the page that shows a roll-out."""
+    values = {**describe({**STATUS, **changes}), "root": "..", "place": "/m", "session": Session()}
+    _, _, body = Renderer().part("live_rollout.html", values)
+    assert isinstance(body, bytes)
+    return body.decode()
 
 
 def test_a_roll_out_is_where_its_state_and_share_say() -> None:
     assert label(STATUS) == "canary 10 %"
-    found = describe(STATUS)
-    assert [name for name, state in found["steps"] if state == "now"] == ["canary 10 %"]
-    assert [state for _, state in found["steps"]] == ["done", "done", "done", "now", "", ""]
-    returned = describe({**STATUS, "state": "returned"})
-    assert {state for _, state in returned["steps"]} == {""} and not returned["may_return"]
+    steps = re.findall(r'<li class="(\w*)"[^>]*>([^<]+)</li>', shown())[:6]
+    assert [state for state, _ in steps] == ["done", "done", "done", "now", "", ""]
+    assert steps[3][1] == "canary 10 %" and "Return to 1.0" in shown()
+    returned = shown(state="returned")
+    assert '<li class="now bad" aria-current="step">returned</li>' in returned
+    assert "Return to 1.0" not in returned and "Promote 2.0" not in returned
 
 
 def test_what_is_not_known_yet_is_left_out() -> None:
     found = describe(STATUS)
-    assert [(each.name, each.estimate, each.bounds) for each in found["intervals"]] == [
+    assert [(each["name"], each["estimate"], each["bounds"]) for each in found["intervals"]] == [
         ("Answers that differ", "25 %", "1 % to 80 %")
     ]
-    assert found["ratio"] == "1.50, from 0.50 to any number"
-    assert [side[:4] for side in found["sides"]] == [
-        ("live version", 0.1, None, 9), ("candidate", None, None, None),
-    ]  # fmt: skip
-    assert {each.name: each.requests for each in found["verdicts"]}["differs"] == 1
+    page = shown()
+    assert "over the live version's: 1.50, from 0.50 to any number." in page
+    row = r'<th scope="row">{}</th><td class="n">{}</td>.*?</meter>{}</span>'
+    for name, count, share in (("equal", 3, "75 %"), ("differs", 1, "25 %"),
+                               ("the live version failed", 0, "0 %")):  # fmt: skip
+        assert re.search(row.format(name, count, share), page), name
+    assert "because &lt;b&gt;" in page
 
 
 def test_answers_that_differ_are_cut_and_bytes_are_not_shown() -> None:
-    (worst,) = describe(STATUS)["worst"]
-    assert [name for name, _ in worst.sides] == [
+    page = shown()
+    sides = re.findall(r'<span class="hint">([^<]*)</span><pre tabindex="0">([^<]*)</pre>', page)
+    assert [name for name, _ in sides] == [
         "live version, status 200", "candidate, status 500", "request",
     ]  # fmt: skip
-    assert len(worst.sides[0][1]) < 2100 and worst.sides[2][1] == "1 bytes"
+    assert len(sides[0][1]) < 2100 and sides[2][1] == "1 bytes" and "they differ" in page
+
+
+@pytest.mark.parametrize("verb", ["nothing", "status", "live"])
+def test_a_roll_out_has_no_other_verbs(session: httpx.Client, verb: str) -> None:
+    answer = send(session, f"/models/echo/1.0/rollout/{verb}")
+    assert answer.status_code in (404, 405)

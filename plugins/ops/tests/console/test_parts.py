@@ -10,8 +10,7 @@ from typing import Any, cast
 import pytest
 from pytest import approx
 
-from modelyard.plugins.ops.console.format import FILTERS, duration, rate, size
-from modelyard.plugins.ops.console.log_tail import MOST_CHARACTERS, MOST_LINES, LogTail
+from modelyard.plugins.ops.console.log import MOST_CHARACTERS, MOST_LINES, LogTail
 from modelyard.plugins.ops.console.readings import (
     MOST_WATCHED,
     RECENT,
@@ -21,7 +20,7 @@ from modelyard.plugins.ops.console.readings import (
     Watch,
     percentile,
 )
-from modelyard.plugins.ops.console.render import Renderer
+from modelyard.plugins.ops.console.render import Renderer, duration, rate, size
 from modelyard.plugins.ops.console.sessions import (
     AGE_S,
     FAILURES_S,
@@ -158,9 +157,10 @@ def test_a_page_matches_its_own_path_only() -> None:
     async def answer(visit: Visit) -> Any: ...
 
     page = Page("GET", "/models/{model}/{version}", "view", answer)
-    assert page.match(["models", "m", "1"]) == {"model": "m", "version": "1"}
-    for parts in (["models", "m"], ["models", "m", "1", "x"], ["other", "m", "1"], []):
-        assert page.match(parts) is None
+    assert page.match("/models/m/1") == {"model": "m", "version": "1"}
+    assert page.match("/models/a%2Fb%20c/1") == {"model": "a/b c", "version": "1"}
+    for path in ("/models/m", "/models/m/1/x", "/other/m/1", ""):
+        assert page.match(path) is None
 
 
 # -- readings ------------------------------------------------------------------------------------
@@ -288,7 +288,7 @@ def test_the_logs_last_lines_are_bounded() -> None:
 
 
 def test_templates_are_compiled_once_and_not_while_a_page_is_made() -> None:
-    renderer = Renderer(FILTERS)
+    renderer = Renderer()
 
     async def twice() -> None:
         await asyncio.gather(renderer.prepare(), renderer.prepare())

@@ -14,15 +14,16 @@ import orjson
 import pytest
 
 from modelyard.handlers.tensors import TensorRequest, Wanted, write_answer
+from modelyard.plugins.ops.rollout import answers
 from modelyard.plugins.ops.rollout import compare as module
-from modelyard.plugins.ops.rollout.compare import (
+from modelyard.plugins.ops.rollout.answers import (
     Answer,
     Comparison,
     NotCompared,
     Tolerance,
     Verdict,
-    compare,
 )
+from modelyard.plugins.ops.rollout.compare import compare
 
 JSON = {"content-type": "application/json"}
 TOLERANCE = Tolerance(1e-4)
@@ -109,7 +110,7 @@ def test_a_difference_names_the_place_and_both_values() -> None:
 @pytest.mark.parametrize("is_binary", [True, False], ids=["binary", "JSON"])
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_tensors_agree_as_an_exports_parity_would_have_it(dtype: str, is_binary: bool) -> None:
-    """The numbers of the rule that exports are judged by, without numpy or torch."""
+    """The numbers of the rule that exports are judged by, without torch."""
     import torch
 
     from modelyard.handlers.proof import agree
@@ -358,8 +359,8 @@ def test_a_certificate_says_how_far_answers_may_be_apart(
 ) -> None:
     artifact = digits_artifacts["onnx"]
     manifest = {"modelyard": {"report": f"{artifact.name}.report.json"}}
-    assert module.read_tolerance(artifact.parent, manifest) == Tolerance(1e-4)
-    assert module.read_tolerance(artifact.parent, None) == Tolerance()
-    both = module.both(Tolerance(1e-4), Tolerance(1e-3, is_quantized=True))
+    assert answers.read_tolerance(artifact.parent, manifest) == Tolerance(1e-4)
+    assert answers.read_tolerance(artifact.parent, None) == Tolerance()
+    both = answers.both(Tolerance(1e-4), Tolerance(1e-3, is_quantized=True))
     assert both.is_quantized
     assert both.scaled == pytest.approx(1.1e-3, rel=1e-2)

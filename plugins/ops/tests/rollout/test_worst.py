@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from modelyard.plugins.ops.rollout.compare import Answer, Comparison, Verdict
-from modelyard.plugins.ops.rollout.worst import MOST_ANSWER_BYTES, MOST_INPUT_BYTES, Worst, shown
+from modelyard.plugins.ops.rollout.answers import Answer, Comparison, Verdict
+from modelyard.plugins.ops.rollout.trial import MOST_ANSWER_BYTES, MOST_INPUT_BYTES, Worst, shown
 
 JSON = {"content-type": "application/json"}
 ANSWER = Answer(200, JSON, b'{"7":0.9}')

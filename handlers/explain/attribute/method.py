@@ -1,0 +1,103 @@
+"""The seam of attribution methods, and of measures of what they made."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from modelyard.handlers.explain.attribute.attribution import (
+    Attribution,
+    AttributionRequest,
+    Tensors,
+)
+from modelyard.handlers.explain.attribute.cut import Cut
+from modelyard.handlers.models.backends import Artifact
+
+Shapes = tuple[tuple[int, ...], ...]
+
+Groups = Sequence[Tensor | None]
+"""Per input the number of the group that each value is of, (*S) int64 from 0 in their order: words,
+categories. None where values have places in dimensions instead; empty where all have."""
+
+
+STEPS = ("n_steps", "tolerance", "max_steps", "errors")
+"""Options of a method that adds steps until it is sure."""
+
+
+@dataclass(frozen=True)
+class Windows:
+    """What of one explanation's inputs is replaced at once."""
+
+    shapes: Shapes
+    """One size for each dimension of a row, or a number of groups; one of these per input."""
+    groups: Groups
+
+
+@dataclass(frozen=True)
+class Method:
+    """How to answer a request, and what may be asked with it."""
+
+    run: Callable[..., Attribution]
+    """Called with the request and those of `options` that are given."""
+    options: tuple[str, ...] = ()
+    """Fields of `ExplainOptions` that it takes besides those that all methods take."""
+    needs_gradients: bool = True
+    uses_baseline: bool = False
+    multiplies: bool = True
+    """Attributions are shares of the output, not slopes."""
+    has_signs: bool = True
+    """A negative attribution speaks against the target."""
+    adds_up: bool = False
+    """Promises that attributions sum to f(input) − f(baseline), as far as steps or draws allow."""
+    needs_windows: bool = False
+    """Replaces windows of the input: it is given the fields of `Windows`."""
+    cut: Callable[[Artifact, str], Cut] | None = None
+    """Takes a model apart behind the layer of a name, whose output is explained."""
+    looks_at_layer: bool = False
+    """Asks that layer about the inputs instead: it is given `at_layer`."""
+    watches: bool = False
+    """Watches what the model calls, which a compiled module does not show."""
+    repeats: bool = False
+    """Every value of a window has what belongs to the window as a whole."""
+    is_random: bool = False
+    """Runs for each request by itself, so that its seed alone decides over the answer."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One explanation, and what it was made with."""
+
+    request: AttributionRequest
+    """A request of this explanation alone."""
+    attributions: Tensors
+    """(1, *S) per input."""
+    method: Method
+    settings: Mapping[str, Any]
+    """The method was called with these; steps are fixed."""
+    windows: Windows
+    """The least ones that could be, for methods without windows."""
+    seed: int
+
+
+class Measurement(NamedTuple):
+    """What an answer says under the name of a measure, and sentences that warn of it."""
+
+    fields: Mapping[str, Any]
+    warnings: tuple[str, ...] = ()
+
+
+class Measure(Protocol):
+    """Says how good an explanation is; asked for by the option of its name."""
+
+    def __call__(self, result: Result) -> Measurement:
+        """Measure one.
+
+        Raises:
+            BadInput: it does not apply.
+        """
+
+
+def group_of(groups: Groups, which: int) -> Tensor | None:
+    """Return the groups of one of the inputs, None where its values stand alone."""
+    return groups[which] if groups else None

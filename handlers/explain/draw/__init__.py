@@ -1,0 +1,1 @@
+"""Explanations as pictures and pages."""

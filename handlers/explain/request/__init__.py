@@ -1,0 +1,1 @@
+"""What a request asks for: options, targets and regions of a model version."""

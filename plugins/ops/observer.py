@@ -1,0 +1,54 @@
+"""What this plug-in is to a server: its drift of reasons, its roll-outs, its console."""
+
+from __future__ import annotations
+
+from modelyard.plugins.ops.console.app import Console, is_console
+from modelyard.plugins.ops.console.log import LogPages, attach
+from modelyard.plugins.ops.console.models import ModelPages
+from modelyard.plugins.ops.console.readings import Watch
+from modelyard.plugins.ops.console.render import Renderer
+from modelyard.plugins.ops.console.rollout import RolloutPages
+from modelyard.plugins.ops.console.tryit import TryPages
+from modelyard.plugins.ops.drift import Drifts
+from modelyard.plugins.ops.rollout.control import Rollouts
+from modelyard.plugins.ops.rollout.routes import rollout_routes
+from modelyard.serve.control.restore import Report
+from modelyard.serve.http.connection import RequestResponseCycle
+from modelyard.serve.observers import Host
+
+
+class Ops:
+    """The `Observer` of one server."""
+
+    def __init__(self, host: Host) -> None:
+        lifecycle = host.lifecycle
+        registry, settings = lifecycle.registry, lifecycle.policy.settings
+        registry.on_change.append(Drifts(settings, host.metrics).changed)
+        self._rollouts = rollouts = Rollouts(lifecycle, host.metrics)
+        self.routers = [rollout_routes(rollouts)]
+        renderer = Renderer()
+        self._watch = Watch(registry)
+        models = ModelPages(lifecycle, renderer, self._watch, host.may_register)
+        log = LogPages(attach(host.unlogged), renderer)
+        tries = TryPages(models, renderer, settings)
+        pages = [*models.pages(), *tries.pages(), *log.pages()]
+        if host.may_register:
+            pages += RolloutPages(models, renderer, rollouts, settings).pages()
+        self._console = Console(pages, renderer, host.grants, host.answers)
+
+    def owns(self, path: str) -> bool:
+        """Return whether a path is the console's, which signs people in itself."""
+        return is_console(path)
+
+    def __call__(self, cycle: RequestResponseCycle, id: str) -> None:
+        """Answer a request for a page of the console."""
+        self._console(cycle, id)
+
+    async def restore(self, report: Report) -> None:
+        """Go on with the roll-outs where the server ended."""
+        await self._rollouts.restore(report)
+
+    async def stop(self) -> None:
+        """End what looks on."""
+        self._watch.close()
+        await self._rollouts.stop()

@@ -1,0 +1,138 @@
+"""Two answers that are to be compared, and what comparing them finds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from modelyard.archiver.errors import CannotArchive
+from modelyard.archiver.report import joint_tolerance, parse_report
+from modelyard.serve.dataplane import wire
+from modelyard.serve.dataplane.call import Reply, Stream
+from modelyard.serve.dataplane.wire import Payload
+
+MOST_BYTES = 16 << 20
+"""Longest answer that is compared otherwise than byte by byte."""
+DEFAULT_TOLERANCE = 1e-4
+"""Tolerance of an archive whose certificate states none: that of float32."""
+LENGTH_HEADER = "inference-header-content-length"
+
+
+class NotCompared(Exception):
+    """Two answers that are not compared, and count as neither equal nor different.
+
+    The message is a word or two, which names the reason where they are counted.
+    """
+
+
+class Verdict(StrEnum):
+    """What comparing two answers found."""
+
+    EQUAL = "equal"
+    WITHIN_TOLERANCE = "within_tolerance"
+    DIFFERS = "differs"
+    CANDIDATE_FAILED = "candidate_failed"
+    LIVE_FAILED = "live_failed"
+
+
+class Answer(NamedTuple):
+    """An answer as a worker sent it, or the error that there was instead."""
+
+    status: int
+    headers: Mapping[str, str]
+    """Names in lower case."""
+    body: Payload
+
+    def is_same(self, other: Answer) -> bool:
+        """Return whether both say the very same, byte by byte, in the same form."""
+        names = ("content-type", "content-encoding", LENGTH_HEADER)
+        are_alike = all(self.headers.get(name) == other.headers.get(name) for name in names)
+        return self.status < 300 and other.status < 300 and are_alike and self.body == other.body
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far two answers may be apart that mean the same."""
+
+    scaled: float = DEFAULT_TOLERANCE
+    """Largest difference of a number over the largest of its row, where that is above 1."""
+    is_quantized: bool = False
+    """One of the two approximates: labels, or the cosine, decide."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What was found."""
+
+    verdict: Verdict
+    labels_agree: bool | None
+    """True where the answers are the same; None where they name no label and rank nothing, or have
+    not the same structure."""
+    difference: str | None = None
+    """In words; None where they are equal."""
+    scaled: float = 0.0
+    """The largest scaled difference; infinite where no tolerance would help."""
+
+    @property
+    def agrees(self) -> bool:
+        """Whether a client would take one for the other."""
+        return self.verdict in (Verdict.EQUAL, Verdict.WITHIN_TOLERANCE)
+
+
+SAME = Comparison(Verdict.EQUAL, labels_agree=True)
+
+
+def compare_statuses(live: int, candidate: int) -> Comparison | None:
+    """Return what two statuses say; None where both are answers."""
+    if live < 300 and candidate < 300:
+        return None
+    said = f"status: expected {live}, got {candidate}"
+    if live >= 500:
+        return Comparison(Verdict.LIVE_FAILED, None, said, math.inf)
+    if candidate >= 500 or live < 300:
+        return Comparison(Verdict.CANDIDATE_FAILED, None, said, math.inf)
+    if live == candidate:  # the same refusal, in whatever words
+        return Comparison(Verdict.EQUAL, None)
+    return Comparison(Verdict.DIFFERS, None, said, math.inf)
+
+
+def answer_of(reply: Reply) -> Answer:
+    """Return a worker's reply as it is compared.
+
+    Raises:
+        NotCompared: it is a stream.
+    """
+    if isinstance(reply.body, Stream):
+        raise NotCompared("stream")
+    fields = wire.unpack_meta(reply.headers)
+    pairs = zip(fields[::2], fields[1::2], strict=False)
+    headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in pairs}
+    return Answer(reply.status, headers, reply.body)
+
+
+def read_tolerance(folder: Path, manifest: Mapping[str, Any] | None) -> Tolerance:
+    """Return what an unpacked archive's certificate allows.
+
+    Args:
+        folder: where the archive is unpacked, its digests checked.
+        manifest: as its JSON has it; None where there is none.
+    """
+    name = ((manifest or {}).get("modelyard") or {}).get("report")
+    try:
+        parity = parse_report((folder / name).read_bytes(), Path(name)).parity if name else None
+    except (CannotArchive, OSError):
+        parity = None
+    if parity is None:
+        return Tolerance()
+    largest = max(parity.tolerances.values(), default=DEFAULT_TOLERANCE)
+    return Tolerance(largest, parity.is_quantized)
+
+
+def both(one: Tolerance, other: Tolerance) -> Tolerance:
+    """Return how far the answers of two archives may be apart, each as far from its checkpoint."""
+    scaled = joint_tolerance(one.scaled, other.scaled)
+    return Tolerance(scaled, one.is_quantized or other.is_quantized)

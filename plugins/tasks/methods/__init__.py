@@ -1,0 +1,1 @@
+"""Further attribution methods, and measures of how good an explanation is."""

@@ -1,0 +1,94 @@
+"""Which values of an explanation's inputs are one feature, and what the model gives without some.
+
+A feature is a pixel of all channels, a window, a word of several tokens, the columns of a category.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from modelyard.handlers.explain.attribute.attribution import AttributionRequest, Tensors, chunks
+from modelyard.handlers.explain.attribute.method import Groups, Shapes, group_of
+
+
+@dataclass(frozen=True)
+class Features:
+    """The features of all inputs of one explanation, numbered through."""
+
+    masks: Tensors
+    """(*S) int64 per input: the feature that each value is of."""
+    count: int
+
+    @cached_property
+    def sizes(self) -> Tensor:
+        """How many values each has, (F,) float64."""
+        return self.sums(tuple(torch.ones_like(each, dtype=torch.float64) for each in self.masks))
+
+    def sums(self, values: Tensors) -> Tensor:
+        """Add values (*S) up by feature: (F,) float64."""
+        total = torch.zeros(self.count, dtype=torch.float64, device=self.masks[0].device)
+        for mask, each in zip(self.masks, values, strict=True):
+            total.index_add_(0, mask.flatten(), each.flatten().double())
+        return total
+
+    def spread(self, values: Tensor) -> Tensors:
+        """Give each value (*S) what its feature has, of (F,)."""
+        return tuple(values[mask] for mask in self.masks)
+
+    def differing(self, request: AttributionRequest) -> Tensor:
+        """Return the numbers of the features that are not as in the baseline."""
+        differs = torch.zeros(self.count, dtype=torch.bool, device=request.device)
+        for end, start, mask in zip(request.inputs, request.baselines, self.masks, strict=True):
+            differs[mask[(end != start)[0]]] = True
+        return differs.nonzero().flatten()
+
+    def outputs(self, request: AttributionRequest, kept: Tensor) -> Tensor:
+        """Return the output (R,) float64 where only some features are as in the input.
+
+        Args:
+            request: of one explanation; the others are as in its baseline.
+            kept: (R, F) bool.
+        """
+        found = []
+        for chunk in chunks(len(kept), request.chunk_rows):
+            request.between_chunks()
+            points = tuple(
+                end.where(kept[chunk][:, mask], start)
+                for end, start, mask in zip(
+                    request.inputs, request.baselines, self.masks, strict=True
+                )
+            )
+            rows = torch.zeros(len(points[0]), dtype=torch.int64, device=request.device)
+            with torch.no_grad():
+                found.append(request.forward(points, rows).double())
+        return torch.cat(found)
+
+
+def features_of(inputs: Tensors, shapes: Shapes, groups: Groups = ()) -> Features:
+    """Return the windows that lie side by side in inputs (M, *S), as features.
+
+    Args:
+        inputs: of any number of rows.
+        shapes: of a window in each; where there are groups, so many of these.
+        groups: see `Groups`.
+    """
+    count = 0
+    masks = []
+    for which, (each, shape) in enumerate(zip(inputs, shapes, strict=True)):
+        group = group_of(groups, which)
+        mask = _windows(each.shape[1:], shape) if group is None else group // shape[0]
+        masks.append((mask + count).to(each.device))
+        count += int(mask.max()) + 1 if mask.numel() else 0
+    return Features(tuple(masks), count)
+
+
+def _windows(sizes: Sequence[int], shape: Sequence[int]) -> Tensor:
+    """Number the windows that lie side by side in a row of an input: (*S) int64."""
+    mask = torch.zeros(tuple(sizes), dtype=torch.int64)
+    for dim, (size, side) in enumerate(zip(sizes, shape, strict=True)):
+        place = torch.arange(size) // side
+        mask = mask * -(-size // side) + place.view(-1, *[1] * (mask.dim() - dim - 1))
+    return mask
