@@ -337,14 +337,14 @@ def test_handler_file_is_packed_and_recorded(
     [
         (
             "image_clasifier",
-            "expected FILE.py, FILE.py:Class, or one of audio_classifier, base_handler, ",
+            "expected FILE.py, FILE.py:Class, or one of ",
         ),
         ("{inputs}/lost.py", "lost.py: there is no such file"),
         ("{inputs}/handler.py:Lost", "handler.py has no Lost; it has: DigitsHandler"),
         ("{inputs}/handler.py:1x", '"1x" is not a name'),
         ("{inputs}/handler.py:", '"" is not a name'),
         ("{inputs}/broken.py", "broken.py, line 2: "),
-        ("{inputs}", "expected FILE.py, FILE.py:Class, or one of audio_classifier, base_handler, "),
+        ("{inputs}", "expected FILE.py, FILE.py:Class, or one of "),
     ],
 )
 def test_wrong_handler_says_what_is_expected(
