@@ -36,7 +36,7 @@ _CLASSES = ("logits", "probabilities", "probs", "scores")
 """Names that an output has whose numbers are of classes."""
 _LIBRARY = "transformers"
 _SAMPLES = 4000
-"""In a row of so many numbers, a sound is likelier than features of a table."""
+"""Length of a row from which on it is likelier a sound than features of a table."""
 
 
 @dataclass(frozen=True)

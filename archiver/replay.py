@@ -23,7 +23,7 @@ from modelyard.base.exits import describe_exit
 from modelyard.base.threads import thread_environment
 
 TIMEOUT_S = 600.0
-"""For loading the model and answering everything."""
+"""Time for loading the model and answering everything."""
 
 
 @dataclass(frozen=True)

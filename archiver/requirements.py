@@ -59,7 +59,7 @@ class Resolved:
     pins: tuple[Pin, ...]
     """Sorted by name."""
     wheels: tuple[Path, ...]
-    """Where they lie, when they come from a folder; in the order of the pins."""
+    """Paths of the wheels, when they come from a folder; in the order of the pins."""
 
     @property
     def lock(self) -> bytes:

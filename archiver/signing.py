@@ -55,9 +55,9 @@ class TrustedKey:
     id: str
     key: "PublicKey"
     name: str = ""
-    """Whose it is."""
+    """Name of its holder."""
     expires: datetime | None = None
-    """When it ends to be trusted."""
+    """Time when it ends to be trusted."""
 
     def __str__(self) -> str:
         return f"{self.name} ({self.id[:12]})" if self.name else self.id[:12]

@@ -44,7 +44,7 @@ class ClassHint:
 
     name: str
     source: str
-    """Where the name was found, as in `config.json`."""
+    """Place where the name was found, as in `config.json`."""
 
 
 @dataclass(frozen=True)
