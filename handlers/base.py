@@ -86,9 +86,9 @@ class BaseHandler:
     default_baseline: str = "zero"
     default_aggregate: ClassVar[str] = "none"
     class_dim: ClassVar[int] = 0
-    """Which dimension of scores (…) of more than one is that of the classes."""
+    """Dimension of scores (…) of more than one that is that of the classes."""
     label_dim: ClassVar[int | None] = None
-    """Which dimension of the first output the labels name; None where there is none."""
+    """Dimension of the first output that the labels name; None where there is none."""
     thing: ClassVar[str] = "value"
     """What a value of the input is called."""
     embedded: int | None = None

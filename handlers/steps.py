@@ -15,7 +15,7 @@ class Part(NamedTuple):
     """What a handler may return: of a streamed answer a piece of text."""
     is_last: bool
     content_type: str | None = None
-    """Of the whole answer, where the value's type does not say it."""
+    """Content type of the whole answer, where the value's type does not say it."""
 
 
 class Steps(ABC):

@@ -40,7 +40,8 @@ DTYPES = {oip: name for name, oip in OIP_DATATYPES.items()}
 BASE64 = "base64"
 """`content_type` among the parameters of BYTES whose texts are base64; MLServer's."""
 MOST_VALUES = 1 << 31
-"""Of an empty tensor, were it not empty: its other sizes say what a model may make of it."""
+"""Most values that an empty tensor may have, were it not empty: its other sizes say what a model
+may make of it."""
 Array = Any
 """numpy's array, of objects for BYTES; torch's tensor for BF16, which numpy does not know."""
 

@@ -97,7 +97,7 @@ class Plan:
 
 
 ONLY_SAMPLES = Plan((), "none", 0.0, 0.0)
-"""Of an export in which nothing is made up."""
+"""Plan of an export in which nothing is made up."""
 
 
 def plan(signature: Signature, gflop: Growth, size_bytes: Growth, *, quick: bool = False) -> Plan:

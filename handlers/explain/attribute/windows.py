@@ -74,7 +74,7 @@ def real_dtype(tensor: Tensor) -> torch.dtype:
 
 
 Window = tuple[int, tuple[slice | Tensor, ...]]
-"""Which input, and which of its values (*S)."""
+"""Number of an input, and which of its values (*S)."""
 
 
 def _falls(

@@ -54,7 +54,7 @@ class Part:
     figure: str
     """HTML that draws it."""
     account: str
-    """Where the output came from, and what spoke for and against it."""
+    """Account of where the output came from, and what spoke for and against it."""
     has_any: bool
     """Whether anything has an attribution."""
     notes: Sequence[str]

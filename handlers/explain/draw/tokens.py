@@ -16,7 +16,7 @@ NUMBERED = 0.2
 """Share of the largest from which on a word's number stands below it."""
 
 MOST_WORDS = 10
-"""Of the strongest, in a list of their own."""
+"""Most words in the list of the strongest."""
 
 
 @dataclass(frozen=True)
