@@ -50,9 +50,9 @@ class Limits:
     size_bytes: int = 32 << 30
     total_s: float = 3600
     silence_s: float = 30
-    """Without a byte."""
+    """Longest time without a byte."""
     bytes_per_s: int = 10_000
-    """On average, after `silence_s`; slower is given up."""
+    """Least speed on average, after `silence_s`; a slower fetch is given up."""
     hops: int = 5
     """Redirects that are followed."""
 

@@ -26,12 +26,12 @@ from modelyard.serve.errors import DeadlinePassed, QueueFull, TooLate, Unavailab
 POLL_AFTER_S = 0.005
 """A job that waited longer is checked for a client that has left before it is handed over."""
 BURST_GAP_S = 0.05
-"""From one job of a burst to the next: above what clients that start together need, however busy
-their machine is."""
+"""Longest gap from one job of a burst to the next: above what clients that start together need,
+however busy their machine is."""
 LOOKED_AT = 256
 """Jobs of a class whose clients are looked at in one go, half a millisecond of work."""
 LOOK_AGAIN_S = 0.02
-"""From one look to the next, so that a flood of refusals costs little."""
+"""Time from one look to the next, so that a flood of refusals costs little."""
 
 
 class Batcher:

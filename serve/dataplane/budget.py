@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 DEFAULT_BYTES = 256 << 20
 DEFAULT_BODY_BYTES = 1 << 30
-"""As the settings have them."""
+"""Budgets as the settings have them by default."""
 
 
 class AnswerBudget:

@@ -138,7 +138,7 @@ class Note(NamedTuple):
     outcome: str
     """`hit`, `miss`, `joined` or `bypass`."""
     headers: tuple[tuple[bytes, bytes], ...]
-    """That the answer has beside its own."""
+    """Headers that the answer has beside its own."""
 
 
 class Reply(NamedTuple):
@@ -293,10 +293,10 @@ class Call:
     parts: Sequence[Buffer]
     """The body as it arrived."""
     queued_at: float
-    """When the body was whole, by `time.monotonic()`; the loop's clock counts milliseconds."""
+    """Time of `time.monotonic()` when the body was whole; the loop's clock counts milliseconds."""
     deadline: float
     taken_at: float
-    """When a worker got it, last."""
+    """Time when a worker got it, last."""
 
     def __init__(
         self,
@@ -325,7 +325,7 @@ class Call:
         self.rows = 1
         """Rows that it fills of a batch; known when the body is there."""
         self.lookup: Lookup | None = None
-        """Where answers are kept."""
+        """Lookup in the cache of answers."""
         self.stream: Stream | None = None
         """Once the first chunk of its answer has come."""
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from time import monotonic
 
 STOOD_STILL_S = 0.5
-"""From tick to tick, when this process stood still; of each such time that much counts."""
+"""Time from tick to tick above which this process stood still; of each such time that much
+counts."""
 
 
 class Clock:

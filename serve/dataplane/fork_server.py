@@ -27,7 +27,7 @@ from modelyard.serve.dataplane.process import Backoff, ChildProcess, expect, spa
 logger = logging.getLogger(__name__)
 
 REPLY_S = 120.0
-"""For the imports and the fork; one that takes longer is replaced."""
+"""Time for the imports and the fork; one that takes longer is replaced."""
 EXIT_GRACE_S = 2.0
 MAX_REPLY_BYTES = 1 << 16
 

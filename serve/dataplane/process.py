@@ -130,7 +130,7 @@ class Orphans:
     """
 
     SWEEP_EVERY_S = 1.0
-    """For a worker that has renounced: at its end they are looked for without waiting."""
+    """Time between two looks for a worker that has renounced; others are looked for at their end."""
     LAST_LOOKS = 100
 
     def __init__(self) -> None:

@@ -25,7 +25,7 @@ HURRIED_S = 5.0
 """A time that is longer counts as this long when jobs are put in order: nobody is overtaken for
 longer than that, however little time others have."""
 RATE_OVER_S = 3.0
-"""Over which the rows that come of a class are averaged, with falling weight."""
+"""Time over which the rows that come of a class are averaged, with falling weight."""
 
 EXPECTED_SHARE = 0.75
 """Share of a job's time that its answer may be expected to take: half of all answers take longer

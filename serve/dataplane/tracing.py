@@ -28,7 +28,7 @@ PARENT, STATE = b"traceparent", b"tracestate"
 """Headers of the W3C's Trace Context, https://www.w3.org/TR/trace-context/."""
 MOST_STATE_BYTES = 512
 CLOSE_S = 2.0
-"""For the last spans to leave, when the server ends."""
+"""Time for the last spans to leave, when the server ends."""
 DEFAULT_SAMPLER, DEFAULT_SHARE = "parentbased_traceidratio", 0.01
 SAMPLERS: Mapping[str, tuple[bool, float | None]] = {
     "always_on": (False, 1.0),
@@ -165,7 +165,7 @@ class Trace:
         self.context: SpanContext = context
         self.id = f"{context.trace_id:032x}"
         self.parent = f"00-{self.id}-{context.span_id:016x}-01".encode()
-        """For whoever goes on with the request, as a value of `traceparent`."""
+        """Value of `traceparent` for whoever goes on with the request."""
 
     def ran(self, batch: Batch, replied_at: float, queue_us: int, handler_us: int) -> None:
         """Take the batch that answered, and the times that its worker states."""

@@ -44,7 +44,8 @@ flood it is one: 0.1 ms each is what several requests cost, and open ones can st
 FRESH_S = 0.1
 """A connection that did something since is about to send a request, and not closed to make room."""
 LOOK_S = 12e-6
-"""For each connection, from one look for an idle one to the next: a look takes a fiftieth of it."""
+"""Time for each connection from one look for an idle one to the next: a look takes a fiftieth of
+it."""
 SPARE_DESCRIPTORS = 64
 """What the inference API leaves for operators, and for workers that are started; a quarter of all,
 where there are fewer than 256."""
