@@ -14,7 +14,7 @@ from modelyard.serve.errors import StartError
 
 LOCK = ".lock"
 READY = "ready.json"
-"""In a cell's folder from when its server is ready: what `straight` has to know of it."""
+"""File of a cell's folder from when its server is ready: what `straight` has to know of it."""
 
 
 class CellFolder:
