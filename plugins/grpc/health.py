@@ -25,7 +25,7 @@ OPEN = (f"/{HEALTH}/Check", f"/{HEALTH}/Watch")
 """Probes, which carry no token."""
 SERVING, NOT_SERVING, SERVICE_UNKNOWN = 1, 2, 3
 LOOK_S = 1.0
-"""From one look at the state to the next, for those who watch it."""
+"""Time from one look at the state to the next, for those who watch it."""
 
 
 class Health:

@@ -45,7 +45,7 @@ CHANGES = (f"/{SERVICE}/RepositoryModelLoad", f"/{SERVICE}/RepositoryModelUnload
 OPEN = (f"/{SERVICE}/ServerLive", f"/{SERVICE}/ServerReady")
 """Probes, which carry no token."""
 ENDS_S = 0.1
-"""Before its deadline a call that is given up counts as late."""
+"""Time before its deadline within which a call that is given up counts as late."""
 
 
 class RpcReply(AwaitedReply):

@@ -42,8 +42,8 @@ PING_S = 10
 PONG_S = 20
 """A client that does not answer a ping for so long is gone."""
 SLACK_BYTES = 1 << 20
-"""By which a message may be too long for grpcio to hand it on, so that its call is counted and
-logged; one that is longer yet is refused by grpcio, and nobody sees it."""
+"""Bytes by which a message may be too long for grpcio to hand it on, so that its call is counted
+and logged; one that is longer yet is refused by grpcio, and nobody sees it."""
 TEXT_BYTES = 1500
 """Longest text of a status; grpcio's clients refuse trailers of more than 8 KB, each byte may
 become 3."""
@@ -65,7 +65,7 @@ STATUSES: Mapping[int, StatusCode] = {
     503: StatusCode.UNAVAILABLE,
     504: StatusCode.DEADLINE_EXCEEDED,
 }
-"""By HTTP status, as TorchServe's gRPC has them."""
+"""Status of gRPC for each HTTP status, as TorchServe's gRPC has them."""
 HTTP_STATUSES: Mapping[StatusCode, int] = {
     **{code: status for status, code in reversed(list(STATUSES.items()))}, StatusCode.INTERNAL: 500
 }  # fmt: skip
