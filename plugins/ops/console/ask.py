@@ -26,7 +26,7 @@ class Answered:
     """The Content-Type."""
     body: bytes
     took_s: float
-    """From the time that the request was queued."""
+    """Time since the request was queued."""
     waited_s: float
     """Time in which it waited for its turn at the worker; 0 in a streamed answer."""
     handled_s: float

@@ -73,7 +73,7 @@ class Comparison:
     """True where the answers are the same; None where they name no label and rank nothing, or have
     not the same structure."""
     difference: str | None = None
-    """In words; None where they are equal."""
+    """Difference in words; None where they are equal."""
     scaled: float = 0.0
     """The largest scaled difference; infinite where no tolerance would help."""
 

@@ -211,7 +211,8 @@ class Judgement:
     reasons: tuple[str, ...] = ()
     """Sentences with numbers."""
     confidence: float | None = None
-    """Of each bound of this look, which is above that of the rule; None before a look."""
+    """Confidence of each bound of this look, which is above that of the rule; None before a
+    look."""
     bounds: dict[str, Bound] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:

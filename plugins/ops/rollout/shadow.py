@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 MOST_COPIES = 64
 MOST_BYTES = 32 << 20
-"""Of all copies that wait or run, their live answers included."""
+"""Most bytes of all copies that wait or run, their live answers included."""
 MOST_COPY_BYTES = 8 << 20
-"""Of one."""
+"""Most bytes of one copy."""
 WAIT_S = 10.0
-"""After which a copy is not worth running any more."""
+"""Time after which a copy is not worth running any more."""
 LEAST_RUN_S = 5.0
-"""That a copy may run, however fast the live version was."""
+"""Least time that a copy may run, however fast the live version was."""
 SLOWER = 50
 """Times as long as the live version's own answer that a copy may run."""
 NOISE_EVERY = 10
@@ -55,7 +55,7 @@ class Copy:
     rows: int
     live: Reply
     took_s: float
-    """By the live version, from the whole body to its answer."""
+    """Time that the live version took, from the whole body to its answer."""
     since: float
     size: int
 
@@ -144,7 +144,7 @@ class Shadow:
         """Bytes of all copies."""
         self._count = 0
         self._again: Copy | None = None
-        """To be answered by the live version a second time."""
+        """Copy that the live version is to answer a second time."""
         self._since_noise = NOISE_EVERY
         self._soon: asyncio.Handle | None = None
         self._timer: asyncio.TimerHandle | None = None

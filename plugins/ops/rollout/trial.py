@@ -35,14 +35,15 @@ from modelyard.serve.dataplane.wire import Buffer
 from modelyard.serve.errors import WorkerDied
 
 LEAST_FAILURES = 3
-"""Of the candidate's answers, before their share is looked at beside the rule's own looks."""
+"""Least failures among the candidate's answers, before their share is looked at beside the rule's
+own looks."""
 QUICK_ALPHA = 0.001
 """Chance that such a look is wrong."""
 MOST_KEPT = 10
 MOST_ANSWER_BYTES = 4 << 10
-"""Of an answer, from its start."""
+"""Most bytes of an answer that are kept, from its start."""
 MOST_INPUT_BYTES = 64 << 10
-"""Of a request."""
+"""Most bytes of a request that are kept."""
 
 
 class Trial:

@@ -24,7 +24,7 @@ from modelyard.base.quantile import nearest_rank
 from modelyard.serve.errors import StartError
 
 LONGEST_WAIT_S = 120.0
-"""For the first answer of every connection, beyond the time of the measurement."""
+"""Longest wait for the first answer of every connection, beyond the time of the measurement."""
 SHOWN_BYTES = 300
 """Bytes that are kept of the body of an answer that is an error."""
 MOST_CONNECTIONS = 1000

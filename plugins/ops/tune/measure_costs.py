@@ -22,7 +22,7 @@ from modelyard.serve.errors import ServeError, StartError
 from modelyard.serve.policy import Policy
 
 LEAST_MS = 1e-3
-"""That a request costs the server: the clock that says so has ticks of 10 ms."""
+"""Least time that a request costs the server: the clock that says so has ticks of 10 ms."""
 LEAST_BATCHES = 20
 """Batches of a size, however long they take, up to:"""
 LONGEST_S = 20.0
