@@ -24,7 +24,7 @@ MOST_LENGTH = 64
 _DIMS = (["batch", "length"], ["batch", "length"], ["batch", "past"])
 _STEPS = 4
 _PROMPTS = ((3, 1, 4, 1, 5), (9, 2))
-"""Of different length."""
+"""Prompts of different length."""
 
 _OTHERWISE = (
     "it takes a mask, positions or a cache otherwise than most decoders; export it without "

@@ -48,7 +48,7 @@ class Generate(Steps, BaseHandler):
         self._cache: Cache | None = None
         self._joining: list[_Text] = []
         self._running: list[_Text] = []
-        """In the order of the cache's rows."""
+        """Texts in the order of the cache's rows."""
 
     def initialize(self, context: Context) -> None:
         """Load the archive and its tokenizer.

@@ -23,7 +23,7 @@ DEFAULT_NOISE = 0.15
 
 FIRST_SAMPLES = 50
 MAX_SAMPLES = 200
-"""Where draws end that nobody said a number for: a pass each."""
+"""Number of draws that end it where nobody said one: a pass each."""
 
 Draw = Callable[[], tuple[Tensors, Tensors]]
 """Gives a point (1, *S) per input, and what its gradient is multiplied by."""

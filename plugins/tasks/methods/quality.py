@@ -19,7 +19,7 @@ SAMPLES = 10
 NOISE = 0.1
 """Standard deviation of infidelity's noise, as a share of the input's range."""
 RADIUS = 0.02
-"""Of sensitivity's neighbourhood, as a share of the input's range."""
+"""Radius of sensitivity's neighbourhood, as a share of the input's range."""
 
 
 @dataclass(frozen=True)

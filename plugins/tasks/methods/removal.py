@@ -12,20 +12,20 @@ from modelyard.handlers.explain.attribute.method import Measurement, Result
 from modelyard.plugins.tasks.methods.features import Features, features_of
 
 SHARE = 0.1
-"""Of the features that are removed at once."""
+"""Share of the features that are removed at once."""
 DRAWS = 16
 """Random sets of as many features, beside those that come first."""
 STEPS = 10
-"""Of a curve."""
+"""Steps of a curve."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """By how much the output falls without the first tenth of the features, and a random tenth."""
+    """How far the output falls without the first tenth of the features, and a random tenth."""
 
     removed: int
     features: int
-    """That are not as in the baseline; the others take no part."""
+    """Features that are not as in the baseline; the others take no part."""
     top: float
     """The fall without the features that speak most for the target."""
     random: float
@@ -66,7 +66,7 @@ class Curves:
     """
 
     shares: list[float]
-    """Of the features, from 0 to 1."""
+    """Shares of the features, from 0 to 1."""
     deletion: list[float]
     """The output without that share, the first taken first."""
     insertion: list[float]

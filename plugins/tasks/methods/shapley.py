@@ -24,7 +24,7 @@ from modelyard.plugins.tasks.methods.features import Features, features_of
 from modelyard.plugins.tasks.methods.gradients import DRAWS, enough
 
 LEAST_BUDGET = 1024
-"""Of kernel_shap, where nobody said one: all sets of ten features."""
+"""Least budget of kernel_shap, where nobody said one: all sets of ten features."""
 
 Bools = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float64]
@@ -270,7 +270,7 @@ class _Coalitions:
         self.request = request
         self.features = features
         self.playing = features.differing(request)
-        """Which features are not as in the baseline, the players."""
+        """Features that are not as in the baseline, the players."""
         ends = np.array([[True], [False]]).repeat(self.players, 1)
         whole, none = self.worth(ends).tolist()
         self.total = whole - none
