@@ -25,12 +25,12 @@ class Api(NamedTuple):
 
     name: str
     methods: Mapping[str, Method]
-    """By full name."""
+    """Methods by full name."""
     check: Check
     """Token check; it is given the full name of the method as path."""
     address: Address
     age_s: tuple[float, float]
-    """Of its connections, and their grace."""
+    """Age at which its connections end, and their grace."""
 
 
 class GrpcFace(Face):

@@ -51,7 +51,7 @@ FINEST = ("%S", "%M", "%H", "%d", "%m", "%Y")
 
 
 _FRACTION = re.compile("\x01+")
-"""Of a second, in what `strftime` has written: one mark for each digit."""
+"""Fraction of a second, in what `strftime` has written: one mark for each digit."""
 Warn = Callable[[str], None]
 
 

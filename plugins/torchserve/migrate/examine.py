@@ -30,7 +30,7 @@ from modelyard.serve.control.sizing import available_memory
 from modelyard.serve.errors import StartError
 
 SERVER_BYTES = 200 << 20
-"""Of the server's process, and of the one that workers are forked from."""
+"""Memory of the server's process, and of the one that workers are forked from."""
 LOST = {"plugins_path"}
 """Keys without effect whose work nothing here does."""
 
