@@ -34,7 +34,7 @@ class Account:
     met: Counter[str] = field(default_factory=Counter)
     """What attempts met instead of a right answer."""
     versions: Counter[str] = field(default_factory=Counter)
-    """Of the model, in the answers."""
+    """Versions of the model, in the answers."""
 
 
 class WrongAnswer(Exception):

@@ -71,7 +71,7 @@ class Phase(NamedTuple):
 
 @dataclass(frozen=True)
 class Percentiles:
-    """Of times, in milliseconds."""
+    """Percentiles of times, in milliseconds."""
 
     p50: float
     p99: float
@@ -106,12 +106,12 @@ class Figures:
     refused_without_retry_after: int
     """Or with one that is not a number of seconds above 0."""
     good_after: int
-    """Of the good ones, those of a closed loop, or of a load without a limit, that were answered
-    when the phase was over: they are not in its rate."""
+    """Good ones of a closed loop, or of a load without a limit, that were answered when the phase
+    was over: they are not in its rate."""
     answered_ms: Percentiles
-    """Of what was answered 200."""
+    """Latencies of what was answered 200."""
     accepted_ms: Percentiles
-    """Of all that was not refused."""
+    """Latencies of all that was not refused."""
     refused_ms: Percentiles
     last_not_good_s: float
     """When the last request was due that was not answered well in time, from the phase's start."""
@@ -146,7 +146,7 @@ class Report:
     connections: int
     """Most of them open at a time."""
     cpu_s: float
-    """Of the sending half."""
+    """Processor time of the sending half."""
     wall_s: float
     """From the first request to the last answer, or until the rest was given up."""
 
