@@ -391,7 +391,7 @@ def load_settings(
     """Merge the sources; a None on the command line leaves a setting to the others.
 
     Args:
-        defaults: of a command, for settings that no source says.
+        defaults: defaults of a command, for settings that no source says.
 
     Raises:
         WrongUsage: a value or name is wrong; the message names each field.

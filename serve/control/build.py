@@ -132,7 +132,8 @@ class Builder:
             spec: what the caller said.
             config: how it is run.
             is_fetched: whether its file came from elsewhere.
-            metrics: of the version in whose place this one comes; `expose` then connects them.
+            metrics: metrics of the version in whose place this one comes; `expose` then connects
+                them.
 
         Raises:
             ArchiveError, BadRequest: it cannot be served.

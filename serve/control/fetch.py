@@ -179,8 +179,8 @@ def fetch_archive(
     left as it was. Blocking.
 
     Args:
-        name: of its file there; None takes the URL's last part.
-        digest: that the archive must have.
+        name: name of its file there; None takes the URL's last part.
+        digest: digest that the archive must have.
 
     Raises:
         UrlRefused, FetchFailed, FileExists, ArchiveError.

@@ -125,7 +125,7 @@ class ModelConfig:
     """Whether an answer is given again to the same request. The operator's alone to say
     [cacheAnswers]."""
     ignored_headers: tuple[str, ...] = ()
-    """That say nothing to an author's handler, when a request is compared with others
+    """Headers that say nothing to an author's handler, when a request is compared with others
     [cacheIgnores]."""
     artifact: str = ""
     """What predicts in place of the artifact that the manifest names, as the settings say it of
@@ -158,7 +158,7 @@ def load_model_config(
 
     Args:
         options: what the caller said; batch size and delay stand before the file.
-        name: under which the archive is registered.
+        name: name under which the archive is registered.
 
     Raises:
         BadModelConfig: the file is missing or not a YAML mapping, a value has the wrong type, or

@@ -23,8 +23,8 @@ class AnswerBudget:
     adds to them beyond the limit is refused.
 
     Args:
-        limit: of all bytes held.
-        body_limit: of all bodies.
+        limit: limit of all bytes held.
+        body_limit: limit of all bodies.
     """
 
     def __init__(self, limit: int = DEFAULT_BYTES, body_limit: int = DEFAULT_BODY_BYTES) -> None:

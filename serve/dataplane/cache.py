@@ -66,7 +66,7 @@ class AnswerStore:
     """The kept answers of one server; where there are too many, those used longest ago go.
 
     Args:
-        limit: of the memory that they take together.
+        limit: limit of the memory that they take together.
     """
 
     def __init__(self, limit: int) -> None:
@@ -116,7 +116,7 @@ class VersionAnswers:
     """The kept answers of one model version.
 
     Args:
-        store: of the server.
+        store: store of the server.
         is_ours: whether its handler is one of ours, for which only `OUR_HEADERS` count. For others
             all headers do, but for `TRAVEL_HEADERS` and those ignored.
         ignored: names of headers, in lower case.

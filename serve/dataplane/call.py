@@ -211,10 +211,10 @@ class Queue(Protocol):
 
         Args:
             timeout_s: its time.
-            must_fit: of a `Call`.
-            now: of `time.monotonic()`.
+            must_fit: `must_fit` of a `Call`.
+            now: time of `time.monotonic()`.
             waited_s: how much of its time has passed.
-            rows: that it has.
+            rows: rows that it has.
             priority: its class.
 
         Raises:
@@ -260,13 +260,13 @@ class Call:
     Args:
         model: what answers.
         kind: PREDICT or EXPLAIN.
-        head: of the request, packed as `worker.codec` reads it.
+        head: head of the request, packed as `worker.codec` reads it.
         sink: where the reply goes.
         timeout_s: how long the client waits; the model's own limit holds too.
         has_left: returns whether the client has left; None where there is none.
-        flags: of `wire`, beside what the kind says.
+        flags: flags of `wire`, beside what the kind says.
         must_fit: whether it is refused as soon as its answer cannot be expected by the deadline.
-        trace: of the request, where it is sampled.
+        trace: trace of the request, where it is sampled.
         priority: its class.
     """
 

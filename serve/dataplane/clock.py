@@ -41,7 +41,7 @@ class Clock:
         """Return for how long of that time this process stood still last.
 
         Args:
-            since: of `time.monotonic()`, as is `now`.
+            since: time of `time.monotonic()`, as is `now`.
         """
         until, last_s = self._stood_until, self._stood_last_s
         if now > self._ticked_at + STOOD_STILL_S:  # it is told before the next tick, too

@@ -91,10 +91,10 @@ class Histograms(Collector):
     """A histogram for each combination of its labels' values; used on one thread.
 
     Args:
-        name: as it is exposed.
-        text: for the HELP line.
+        name: name as it is exposed.
+        text: text for the HELP line.
         labels: their names.
-        bounds: of the buckets, rising; one for all that is larger is added.
+        bounds: bounds of the buckets, rising; one for all that is larger is added.
         registry: what exposes it.
     """
 

@@ -116,7 +116,7 @@ class Pool:
 
         Args:
             least: how many to start.
-            drain_timeout_s: for surplus ones to answer what they hold.
+            drain_timeout_s: time for surplus ones to answer what they hold.
             most: how many may stay; None takes `least`.
             wait: False returns at once; new workers that cannot load are tried again.
 
@@ -389,10 +389,10 @@ class Pool:
         """Take note of one batch: its size and how long the worker was busy with it.
 
         Args:
-            kind: of its jobs.
+            kind: kind of its jobs.
             jobs: how many.
             seconds: until its answers were read here.
-            own_s: as the worker says it; 0 where it does not.
+            own_s: time as the worker says it; 0 where it does not.
         """
         if kind == PREDICT:
             newest = NEWEST_SHARE if self.own_job_s else 1

@@ -82,9 +82,9 @@ class Line(deque[Call]):
 
         Args:
             priority: class of the job.
-            arrived_at: of `time.monotonic()`.
+            arrived_at: time of `time.monotonic()`.
             timeout_s: the job's time.
-            rows: of the job.
+            rows: rows of the job.
         """
         before = self.rows + rows - 1
         if timeout_s < HURRIED_S:
@@ -292,7 +292,7 @@ class Admission:
         """Return by how many seconds an answer is expected too late; negative: in time.
 
         Args:
-            timeout_s: of the job that comes.
+            timeout_s: time of the job that comes.
             queued: how many are before it.
             waited_s: how much of its time has passed.
         """

@@ -147,10 +147,10 @@ class Trace:
     """The spans of one request that is sampled.
 
     Args:
-        tracer: of OpenTelemetry.
-        span: of the whole request.
+        tracer: tracer of OpenTelemetry.
+        span: span of the whole request.
         began_at: when that began, by `time.monotonic()`.
-        describe: of the request's protocol.
+        describe: description of the request's protocol.
     """
 
     def __init__(self, tracer: Tracer, span: Span, began_at: float, describe: Describe) -> None:
@@ -254,7 +254,7 @@ class Tracing:
     """What traces the requests of one server.
 
     Args:
-        provider: of OpenTelemetry; it keeps whatever it is given.
+        provider: provider of OpenTelemetry; it keeps whatever it is given.
         sampling: which requests it is given.
     """
 
@@ -273,7 +273,7 @@ class Tracing:
         """Begin the trace of a request; None where it is not sampled.
 
         Args:
-            headers: of the request, names in lower case.
+            headers: headers of the request, names in lower case.
             began_at: when it came, by `time.monotonic()`.
             about: returns the span's name and attributes.
             describe: what is added with the answer.

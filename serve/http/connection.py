@@ -206,10 +206,10 @@ class RequestResponseCycle:
         spelled: names and values in turn, as the client spelled them.
 
     Attributes:
-        length: of the body, where the head says it and it is not in chunks.
+        length: length of the body, where the head says it and it is not in chunks.
         received: bytes of the body so far.
         framing: bytes that came with them and are not part of the body.
-        coding: of the body, by its Content-Encoding.
+        coding: coding of the body, by its Content-Encoding.
         has_left: nobody waits for the answer.
     """
 
@@ -480,11 +480,11 @@ class Connection(asyncio.Protocol):
     Args:
         app: what answers.
         limits: what is refused.
-        site: whose requests are refused.
-        budget: of answers, which counts what clients have not taken.
+        site: site whose requests are refused.
+        budget: budget of answers, which counts what clients have not taken.
         access: called with each answer, for an access log.
         accepted: the client's socket.
-        turns: of all connections of the listener.
+        turns: turns of all connections of the listener.
         connections: where it enters itself while it is open.
         closed: called when it has ended.
 

@@ -81,11 +81,11 @@ class Listener:
     Args:
         app: the application that answers.
         address: where to listen.
-        limits: of its connections.
+        limits: limits of its connections.
         tls: returns certificate and key for the next client, of an address that asks for TLS.
         access: called with each answer, for an access log.
-        site: whose requests are refused; None decides by the address.
-        budget: of answers; None has one for this listener.
+        site: site whose requests are refused; None decides by the address.
+        budget: budget of answers; None has one for this listener.
         spares_descriptors: whether it leaves the last file descriptors to the others.
         listening: a socket that is bound already, or what accepts like one.
 

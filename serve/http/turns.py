@@ -47,7 +47,7 @@ def last_comes_first(waited_s: float, patience_s: float, taken: int) -> bool:
     in their time, and among the others are those who left.
 
     Args:
-        waited_s: by who waits longest.
+        waited_s: wait of who waits longest.
         patience_s: the shortest time within which a client wants its answer.
         taken: how many have had their turn.
     """

@@ -124,7 +124,7 @@ class Request:
         """Fill `row`.
 
         Args:
-            body: as it was sent; the handler gets a bytearray as it is, bytes as a copy.
+            body: body as it was sent; the handler gets a bytearray as it is, bytes as a copy.
             read_json: None leaves every value a bytearray, text too.
 
         Raises:

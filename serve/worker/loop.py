@@ -251,8 +251,8 @@ class Sender:
         Args:
             batch: what was answered.
             began_us: when it was taken from what waits.
-            answers: in the order of the batch.
-            batch_us: for how long the worker was busy with it.
+            answers: answers in the order of the batch.
+            batch_us: time that the worker was busy with it.
         """
         frame = wire.Frame()
         for item, (status, headers, body, flags) in zip(batch, answers, strict=True):
@@ -344,7 +344,7 @@ def answer_batch(
 
     Args:
         service: what answers.
-        batch: of one kind.
+        batch: batch of one kind.
         sender: what the handler streams through, None where nobody reads that.
     """
     if batch[0].flags & wire.GOLDEN:
