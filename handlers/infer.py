@@ -98,7 +98,7 @@ class TensorJob:
     """One request of tensors, and what its answers are written as.
 
     Args:
-        headers: of the request, found in any case.
+        headers: headers of the request, found in any case.
         labels: index of a class → its name.
 
     Raises:

@@ -33,7 +33,7 @@ class Steps(ABC):
         Args:
             request: a number of its own among those that have joined.
             row: its body, as `handle` gets it.
-            headers: of the request, found in any case.
+            headers: headers of the request, found in any case.
 
         Raises:
             BadInput: it cannot be used; the others go on.

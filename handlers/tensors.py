@@ -66,8 +66,8 @@ class TensorRequest:
 
     Args:
         id: None where it names none.
-        inputs: by name, in their order.
-        datatypes: of the inputs.
+        inputs: inputs by name, in their order.
+        datatypes: datatypes of the inputs.
         wanted: outputs, None for all.
         is_binary: whether outputs that do not say otherwise are binary.
     """
@@ -92,8 +92,8 @@ def read_request(
     Args:
         body: JSON, or JSON and behind it the bytes of tensors.
         header_length: the value of `LENGTH_HEADER`.
-        encoding: of Content-Encoding: gzip, deflate, or nothing.
-        most_bytes: of the body without it.
+        encoding: encoding of Content-Encoding: gzip, deflate, or nothing.
+        most_bytes: most bytes of the body without it.
 
     Raises:
         BadInput: it is not one; the message names the field.
@@ -411,7 +411,7 @@ def write_answer(
     """Return body and headers of an answer.
 
     Args:
-        outputs: by name; those that `request` asks for are among them.
+        outputs: outputs by name; those that `request` asks for are among them.
         labels: index of a class → its name.
 
     Raises:

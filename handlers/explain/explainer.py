@@ -78,7 +78,7 @@ class Explainer:
     """Explains what a handler's model predicts; the handler says what is particular to its inputs.
 
     Args:
-        handler: whose hooks are called, so that its subclasses' count.
+        handler: handler whose hooks are called, so that its subclasses' count.
     """
 
     def __init__(self, handler: "BaseHandler") -> None:

@@ -259,11 +259,11 @@ def _explain_alike(
     """Explain requests whose options lead to the same call of a method.
 
     Args:
-        version: that is explained.
-        inputs: of the requests.
+        version: version that is explained.
+        inputs: inputs of the requests.
         predicted: (N, …) the outputs of the artifact that predicts.
-        every_option: of each request.
-        targets: of each request.
+        every_option: options of each request.
+        targets: targets of each request.
         rows: which requests of the whole batch these are.
     """
     options = every_option[0]
@@ -331,7 +331,7 @@ def _windows(
         version: knows what belongs together.
         row: which request of the batch.
         inputs: (M, *S) each, that are explained.
-        options: of the request.
+        options: options of the request.
     """
     groups = [version.groups(row, each.shape[1:]) for each in inputs]
     side = options.window if METHODS[options.method].needs_windows else 1
@@ -688,10 +688,10 @@ def _rows(
     """Return how many points share a pass: what is asked for, as far as the artifact takes it.
 
     Args:
-        options: of the request.
-        artifact: that computes.
-        forward: of a pass with gradients, whose memory counts; None for others.
-        inputs: of `forward`.
+        options: options of the request.
+        artifact: artifact that computes.
+        forward: function of a pass with gradients, whose memory counts; None for others.
+        inputs: inputs of `forward`.
     """
     rows = options.internal_batch_size or FORWARD_ROWS
     if forward and options.internal_batch_size is None:

@@ -238,7 +238,7 @@ def open_picture(
 
     Args:
         body: the file.
-        settings: of which mode, and whether it is turned upright.
+        settings: settings with the mode, and whether it is turned upright.
         max_pixels: its limit.
         check: called with the picture's size before it is decoded, to refuse it.
 

@@ -461,7 +461,7 @@ def gradient_rows(artifact: Artifact, forward: ForwardFunction, inputs: Tensors)
 
     Args:
         artifact: what `forward` computes with.
-        forward: of at least one row.
+        forward: pass of at least one row.
         inputs: (M, *S) each.
     """
     shapes = tuple(each.shape[1:] for each in inputs)

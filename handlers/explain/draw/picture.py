@@ -148,7 +148,7 @@ def render(image: Image.Image, heat: Heat, texts: Texts) -> bytes:
 
     Args:
         image: mode L or RGB, the picture that was explained.
-        heat: of its size.
+        heat: heat of its size.
         texts: around it.
 
     Returns:
@@ -185,7 +185,7 @@ def transparent(heat: Heat, box: tuple[float, float, float, float], size: tuple[
     """Draw attributions as a PNG file to lay over the picture that was sent.
 
     Args:
-        heat: of what the model saw.
+        heat: heat of what the model saw.
         box: left, top, right and bottom of that in the picture that was sent.
         size: width and height of that picture; one of very many pixels is drawn smaller.
     """
@@ -229,8 +229,8 @@ class Sheet:
     """A white sheet with texts above and below a place for what is drawn.
 
     Args:
-        width: of that place, which begins at (`MARGIN`, `top`).
-        height: of that place.
+        width: width of that place, which begins at (`MARGIN`, `top`).
+        height: height of that place.
         texts: around it.
     """
 

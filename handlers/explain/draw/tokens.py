@@ -40,8 +40,8 @@ def words_of(text: str, tokens: Sequence[Mapping[str, Any]]) -> list[Word]:
     """Put the pieces of a word together: its attribution is the sum of theirs.
 
     Args:
-        text: that the places of the tokens are in.
-        tokens: as in an answer; `word` is the same for the pieces of one.
+        text: text that the places of the tokens are in.
+        tokens: tokens as in an answer; `word` is the same for the pieces of one.
     """
     found: list[Word] = []
     last: Any = None

@@ -54,9 +54,9 @@ def sum_over(
 
     Args:
         numbers: (…) true for those that count.
-        name: as an answer has it.
+        name: name as an answer has it.
         label: what people read.
-        output: as of `Target`.
+        output: output as of `Target`.
         is_mean: divide by how many they are.
     """
     places = numbers.flatten().nonzero().flatten().cpu()
@@ -196,7 +196,7 @@ def find_targets(
     Args:
         model: knows its labels and places.
         row: which request of the batch.
-        options: of the request.
+        options: options of the request.
         scores: (…) the numbers that its prediction is made of.
 
     Raises:
