@@ -111,8 +111,8 @@ def choose(
 
     Args:
         handler: a built-in one, or `auto`.
-        report: of the artifact.
-        folder: of the checkpoint; without one, the folder that the report's command names.
+        report: report of the artifact.
+        folder: folder of the checkpoint; without one, the folder that the report's command names.
         packed: names of the files that are packed anyway, which come before those of the folder.
         artifact: the file, for messages.
 

@@ -126,7 +126,7 @@ class Plan:
         Args:
             answers: files of golden answers and of the reference, by name.
             digests: SHA-256 of every file that the dry run saw, by name.
-            identities: of the same files, from before they were read.
+            identities: identities of the same files, from before they were read.
         """
         parts = [
             replace(

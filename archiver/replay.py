@@ -86,8 +86,8 @@ def replay(
     The archive's own code runs in the child process.
 
     Args:
-        folder: with `MAR-INF/MANIFEST.json`, as a worker finds it.
-        manifest: that manifest.
+        folder: folder with `MAR-INF/MANIFEST.json`, as a worker finds it.
+        manifest: manifest in that file.
         record: golden requests without an expected answer yet; their results hold the answer.
         pair: two artifacts to compare on seeded inputs.
         reference: requests whose reasons are averaged.

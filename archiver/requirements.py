@@ -82,7 +82,7 @@ def resolve(requirements: Path, wheels_dir: Path | None = None) -> Resolved:
     """Choose a wheel for every requirement and what it requires in turn, for this Python.
 
     Args:
-        requirements: as pip reads it.
+        requirements: requirements as pip reads it.
         wheels_dir: take wheels from this folder only; else from pip's index.
 
     Raises:

@@ -182,7 +182,7 @@ def find_signer(archive: Archive, trust: Trust, now: datetime | None = None) -> 
     Args:
         archive: open, so that its digests agree with its files.
         trust: the keys, and the lowest versions that are accepted.
-        now: by default, the time.
+        now: time that counts as now; the clock's by default.
 
     Raises:
         NotTrusted: no signature, one of an unknown key or of other files, one that has expired, or

@@ -136,7 +136,7 @@ class Calls:
         Args:
             api: predictions or explanations.
             model: NAME or NAME/VERSION.
-            options: of the query; those that are None are left out.
+            options: options of the query; those that are None are left out.
         """
         content, kind = encode(body, content_type)
         query = {k: as_text(v) for k, v in (options or {}).items() if v is not None}
