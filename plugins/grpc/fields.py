@@ -35,8 +35,8 @@ def cut_out(
     """Return a message without some of its fields of bytes, and those, in their order.
 
     Args:
-        message: as it came.
-        numbers: of the fields; their values are not copied.
+        message: message as it came.
+        numbers: numbers of the fields; their values are not copied.
 
     Raises:
         ValueError: it is not a message.

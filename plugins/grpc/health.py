@@ -32,7 +32,7 @@ class Health:
     """The health service.
 
     Args:
-        services: that are served.
+        services: services that are served.
         is_ready: whether calls can be answered now.
     """
 
@@ -79,7 +79,7 @@ class Reflection:
     """Server reflection.
 
     Args:
-        services: that are served.
+        services: services that are served.
     """
 
     def __init__(self, services: Iterable[str]) -> None:

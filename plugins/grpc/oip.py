@@ -52,7 +52,7 @@ class RpcReply(AwaitedReply):
     """Hands the reply to a call on to the task of its gRPC call.
 
     Args:
-        headers: that the handler finds beside those of a trace, name after value.
+        headers: headers that the handler finds beside those of a trace, name after value.
     """
 
     __slots__ = ("_headers",)
@@ -107,7 +107,7 @@ async def ask(
 
     Args:
         parts: the body.
-        headers: of `RpcReply`.
+        headers: headers of `RpcReply`.
         asked: what a request of tensors says of its rows, time and class.
 
     Raises:

@@ -99,16 +99,16 @@ class Rpc:
     """One call, as a service sees it.
 
     Args:
-        services: that have it.
+        services: services that have it.
         method: full name, `/package.Service/Method`.
-        metadata: of the client.
+        metadata: metadata of the client.
 
     Attributes:
-        id: of the request, the client's own where it has one.
+        id: id of the request, the client's own where it has one.
         headers: the metadata.
         timeout_s: how long the client still waits; infinite where it does not say.
         is_counted: whether it is among the requests of a model, or of none.
-        outcome: of looking for an answer that is kept; empty where none are.
+        outcome: outcome of looking for an answer that is kept; empty where none are.
         sent: bytes of messages so far.
     """
 
@@ -254,7 +254,7 @@ class Services(grpc.GenericRpcHandler):  # type: ignore[misc]
     """Routes calls to the methods of services.
 
     Args:
-        methods: by full name.
+        methods: methods by full name.
         check: the token check; it comes before everything else, with the full name as path.
         budget: counts the messages that the server holds.
         most_bytes: longest message.
@@ -350,9 +350,9 @@ class GrpcServer(Face):
     """grpcio's server on one address, bound but not started.
 
     Args:
-        services: that it serves.
+        services: services that it serves.
         address: where to listen; port 0 lets the system choose.
-        settings: whose limits hold.
+        settings: settings whose limits hold.
         tls: returns certificate and key for the next client, of an address that asks for TLS.
         age_s: after which clients are told to open another connection, and the grace that the
             calls of the old one have.

@@ -37,7 +37,7 @@ class WithCache(nn.Module):
     """A decoder that takes its cache as tensors and gives what new tokens add to it.
 
     Args:
-        model: of transformers, with a head that gives logits.
+        model: model of transformers, with a head that gives logits.
         positions: places of the text that the model knows.
     """
 
@@ -100,7 +100,7 @@ def open_decoder(
     """Return the model with its cache as inputs and outputs, its inputs, and what is proven of it.
 
     Args:
-        model: as its checkpoint has it, on the CPU.
+        model: model as its checkpoint has it, on the CPU.
         given: inputs to state otherwise, which gives `batch`, `length` or `past` other ranges.
 
     Raises:

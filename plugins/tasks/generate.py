@@ -208,7 +208,7 @@ class _Text:
         prompt: its tokens.
         limit: the most new tokens.
         form: TEXT or EVENTS where it is streamed, empty for one answer.
-        text: of the tokens so far.
+        text: text of the tokens so far.
         key: what an answer has the text under.
     """
 

@@ -37,10 +37,10 @@ class GrpcFace(Face):
     """The addresses of gRPC, bound.
 
     Args:
-        apis: of which those with equal addresses share one.
+        apis: APIs, of which those with equal addresses share a server.
         is_ready: whether calls can be answered now.
         budget: counts the messages that the server holds.
-        settings: whose limits hold.
+        settings: settings whose limits hold.
         tls: returns certificate and key, for addresses with TLS.
         access: called with each call, for an access log.
     """

@@ -156,7 +156,7 @@ class Layout:
     """A pattern.
 
     Args:
-        pattern: as log4j has it.
+        pattern: pattern as log4j has it.
         warn: called with what of the pattern is not followed.
     """
 

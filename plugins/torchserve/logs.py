@@ -106,7 +106,7 @@ def access_line(second: int, answered: Answered) -> Sequence[str]:
     """Return the line of one answer; none for a client that left before it.
 
     Args:
-        second: of the answer.
+        second: second of the answer.
     """
     if answered.status == LEFT:
         return ()
@@ -308,7 +308,7 @@ class WorkerPipes:
     """The two pipes of a worker's output.
 
     Args:
-        worker: as in `W-9000-echo_1.0`.
+        worker: worker as in `W-9000-echo_1.0`.
     """
 
     def __init__(self, worker: str) -> None:

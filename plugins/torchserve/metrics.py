@@ -63,7 +63,7 @@ class TorchServeMetrics:
     """The metrics of one server in TorchServe's dialect.
 
     Args:
-        settings: of the dialect.
+        settings: settings of the dialect.
         logs: where lines go; None writes none.
 
     Raises:

@@ -21,7 +21,7 @@ class CellFolder:
     """A folder of a cell's own. A lock beside it says that the cell lives, however it ends.
 
     Args:
-        root: of all cells of this machine; made if need be. What dead ones left there goes.
+        root: folder of all cells of this machine; made if need be. What dead ones left there goes.
 
     Raises:
         StartError: it cannot be used.

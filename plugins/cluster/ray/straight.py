@@ -125,7 +125,7 @@ class Straight:
     Args:
         listen: HOST:PORT.
         cells: folder of the cells' own folders.
-        folder: for the configuration.
+        folder: folder for the configuration.
         answer_s: how long it waits for an answer.
     """
 

@@ -43,7 +43,7 @@ async def ask(
         query: the options of an explanation.
         body: the input.
         media: its Content-Type.
-        id: of the request, for the log.
+        id: id of the request, for the log.
 
     Raises:
         ServeError: it is refused, or there is no answer.

@@ -59,7 +59,7 @@ class Sessions:
 
     Args:
         grants: the tokens that are known now; None lets everybody in.
-        time: for tests.
+        time: clock, for tests.
     """
 
     def __init__(self, grants: Grants | None, time: Callable[[], float] = monotonic) -> None:
@@ -77,7 +77,7 @@ class Sessions:
         """Return the id of a new session, for the cookie.
 
         Args:
-            address: whose failures are counted.
+            address: address whose failures are counted.
 
         Raises:
             Unauthorized: nobody knows the token.

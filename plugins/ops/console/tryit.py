@@ -112,7 +112,7 @@ class TryPages:
     Args:
         models: pages of the same versions.
         renderer: makes their HTML.
-        settings: of the server.
+        settings: settings of the server.
     """
 
     def __init__(self, models: ModelPages, renderer: Renderer, settings: Settings) -> None:

@@ -125,7 +125,7 @@ def read_form(body: bytes, kind: bytes) -> tuple[dict[str, str], dict[str, Uploa
     """Return fields and files of a form.
 
     Args:
-        body: as the browser sent it; the file contents are copies.
+        body: body as the browser sent it; the file contents are copies.
         kind: the Content-Type.
 
     Raises:

@@ -119,7 +119,7 @@ def read_tolerance(folder: Path, manifest: Mapping[str, Any] | None) -> Toleranc
 
     Args:
         folder: where the archive is unpacked, its digests checked.
-        manifest: as its JSON has it; None where there is none.
+        manifest: manifest as its JSON has it; None where there is none.
     """
     name = ((manifest or {}).get("modelyard") or {}).get("report")
     try:

@@ -281,7 +281,7 @@ class Judge:
         """Return what there is to say now.
 
         Args:
-            tally: of everything since the judge began.
+            tally: tally of everything since the judge began.
             is_over: the time that the candidate was given has passed. What could not be shown in
                 it, though there was traffic enough, is refused; but for its latency, which is
                 looked at until it is known.

@@ -79,9 +79,10 @@ class Canary:
     """Sends a share of the requests to the candidate, the same ones always; a `Split`.
 
     Args:
-        salt: of the roll-out: who is among the first in one is not among the first in the next.
-        header: whose value decides, in lower case; the request's id does where it is absent, or
-            where this is empty.
+        salt: salt of the roll-out: who is among the first in one is not among the first in the
+            next.
+        header: header whose value decides, in lower case; the request's id does where it is absent,
+            or where this is empty.
     """
 
     def __init__(
@@ -124,9 +125,9 @@ class Shadow:
     """Copies a share of one version's predictions to another. Lives on the event loop.
 
     Args:
-        live: whose answers clients get.
+        live: version whose answers clients get.
         candidate: what runs the copies.
-        share: of the live version's answers, above 0 and at most 1.
+        share: share of the live version's answers, above 0 and at most 1.
         findings: what takes what was found.
     """
 

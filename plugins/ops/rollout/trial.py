@@ -50,10 +50,10 @@ class Trial:
     """What is found while a candidate is a shadow or a canary; and of its copies.
 
     Args:
-        plan: of the roll-out.
+        plan: plan of the roll-out.
         live: what the candidate is measured by.
-        metrics: of the roll-out.
-        comparer: of the server.
+        metrics: metrics of the roll-out.
+        comparer: comparer of the server.
 
     Raises:
         BadRequest: the plan's rule is none.
@@ -346,11 +346,11 @@ class Worst:
         """Keep two answers if they differ and are among the worst; of equals, the earlier ones.
 
         Args:
-            request_id: as the client or the server named the request.
+            request_id: id as the client or the server named the request.
             found: what comparing the answers found.
             live: the live version's answer.
             candidate: the candidate's answer.
-            body: of the request, as it arrived.
+            body: body of the request, as it arrived.
         """
         if found.verdict not in (Verdict.DIFFERS, Verdict.CANDIDATE_FAILED):
             return

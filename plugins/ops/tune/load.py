@@ -130,9 +130,9 @@ def run_open_load(
 
     Args:
         url: the server's.
-        mix: by kind: requests per second, and the requests, sent in turn.
+        mix: mix by kind: requests per second, and the requests, sent in turn.
         seconds: measured, after `warm_s` unseen.
-        seed: of what is drawn.
+        seed: seed of what is drawn.
 
     Raises:
         StartError: the server closed a connection, or did not answer.

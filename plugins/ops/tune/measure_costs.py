@@ -49,7 +49,7 @@ def measure_costs(
     Args:
         trial: says which model, and with what bodies; each size is measured for its time.
         file: the archive, in the store.
-        cores: of this machine.
+        cores: cores of this machine.
 
     Raises:
         StartError: the model answers nothing but errors.

@@ -175,11 +175,11 @@ def make_plan(
     """Return the fewest cells of so many cores with which each model keeps the limit.
 
     Args:
-        models: whose shares add up to 1.
+        models: models whose shares add up to 1.
         rate: requests per second, to all cells.
-        limit_s: of the quantile of each model's latency.
+        limit_s: limit of the quantile of each model's latency.
         quantile: 0.99 for p99.
-        cores: of a cell.
+        cores: cores of a cell.
         cells: this number of them, whatever is expected.
 
     Raises:

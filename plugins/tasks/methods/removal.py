@@ -109,10 +109,10 @@ def check_of(request: AttributionRequest, features: Features, scores: Tensor, se
     """Remove the first tenth of the features, and `DRAWS` times a random tenth, in one batch.
 
     Args:
-        request: of one explanation; what is removed becomes its baseline.
-        features: of its inputs.
+        request: request of one explanation; what is removed becomes its baseline.
+        features: features of its inputs.
         scores: (F,) how much each feature speaks for the target.
-        seed: of the draws.
+        seed: seed of the draws.
     """
     order = _ranking(request, features, scores)
     count = len(order)
@@ -133,9 +133,9 @@ def curves_of(request: AttributionRequest, features: Features, scores: Tensor) -
     """Remove and insert the features in tenths, in one batch.
 
     Args:
-        request: as of `check_of`.
-        features: as of `check_of`.
-        scores: as of `check_of`.
+        request: request as of `check_of`.
+        features: features as of `check_of`.
+        scores: scores as of `check_of`.
     """
     order = _ranking(request, features, scores)
     shares = [step / STEPS for step in range(STEPS + 1)]

@@ -57,7 +57,7 @@ class Game:
             players: two or more.
             worth: sets (R, M), true for who is in → (R,).
             total: the worth of all players less that of none.
-            seed: of the draws.
+            seed: seed of the draws.
         """
         self.players = players
         self.worth = worth
@@ -224,11 +224,11 @@ def kernel_shap(
     where they fit into the budget; else sets are drawn, each with its complement.
 
     Args:
-        request: of one explanation.
-        shapes: as in `feature_ablation`.
-        groups: as in `occlusion`.
+        request: request of one explanation.
+        shapes: shapes as in `feature_ablation`.
+        groups: groups as in `occlusion`.
         n_samples: sets, or all there are; without it as many as `tolerance` needs.
-        seed: of the draws.
+        seed: seed of the draws.
         tolerance: the largest error.
         max_samples: where drawing ends without `n_samples`; 4 for each feature and 200 more, or
             1024, without it.

@@ -136,7 +136,7 @@ def look_at_store(policy: TorchServePolicy, rules: UrlRules) -> Iterator[Looked]
     """Yield what becomes of each archive: those of the start, then the others of the store.
 
     Args:
-        policy: of the server that would serve them.
+        policy: policy of the server that would serve them.
         rules: what may be fetched.
     """
     store, specs = policy.settings.model_store, list[ModelSpec]()
@@ -163,7 +163,7 @@ async def try_archives(policy: TorchServePolicy, looked: Sequence[Looked]) -> li
     """Load each archive that can be served in a worker, behind the walls of the server.
 
     Args:
-        policy: of the server that would serve them, with a state folder of its own.
+        policy: policy of the server that would serve them, with a state folder of its own.
         looked: archives of the store.
 
     Returns:
