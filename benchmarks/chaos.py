@@ -160,7 +160,7 @@ class Cells:
     """The application on a Ray of its own.
 
     Args:
-        folder: of the stores; cells keep their own folders in it.
+        folder: folder of the stores; cells keep their own folders in it.
     """
 
     load: Load

@@ -46,7 +46,7 @@ class Load:
 
     Args:
         host, port, path: where to.
-        sizes: of the bodies, in turns.
+        sizes: sizes of the bodies, in turns.
         clients: how many; each has a connection of its own, which it keeps.
     """
 

@@ -177,8 +177,8 @@ def count_outcomes(
     """Count what became of the requests of one phase.
 
     Args:
-        outcomes: of this phase.
-        seconds: of the phase.
+        outcomes: outcomes of this phase.
+        seconds: length of the phase.
         deadline_s: divides good from late.
         began: the phase's start, as outcomes count time.
         ended: what is answered later has no part in the rate.
@@ -231,16 +231,16 @@ async def run(
     """Send the load and return the figures of each phase.
 
     Args:
-        url: of one model's predictions.
-        body: of every request.
+        url: URL of one model's predictions.
+        body: body of every request.
         phases: one after the other.
         deadline_s: sent as X-Request-Timeout; None sends none.
-        seed: of the schedule.
+        seed: seed of the schedule.
         closed: clients that each ask again once they are answered, in place of a schedule; one
             phase, whose rate does not count.
         limit_s: what is answered later is not good; `deadline_s` where it is None.
         is_fresh: each request has a connection of its own.
-        content_type: of the body; None sends none.
+        content_type: Content-Type of the body; None sends none.
         connections: opened before the first request.
         most_connections: open at a time; as many as a closed loop has clients.
 

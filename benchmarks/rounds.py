@@ -171,11 +171,12 @@ def run_served(
 
     Args:
         cell: what is measured; its connections are opened.
-        subject: whose requests are sent.
+        subject: subject whose requests are sent.
         server: is loaded.
-        round: of the sample.
-        seconds: of the run.
-        skip_s: as in `run_wrk`; with it the server is warmed by one connection, and idle at first.
+        round: number of the sample.
+        seconds: length of the run.
+        skip_s: time as in `run_wrk`; with it the server is warmed by one connection, and idle at
+            first.
     """
     send = subject.content_type, subject.requests
     run_wrk(server.url, 1 if skip_s else cell.connections, WARM_UP_S, *send)

@@ -58,7 +58,7 @@ class Limit:
 
     Args:
         slope: growth per ten minutes.
-        ratio: of the last third's median to the first third's.
+        ratio: ratio of the last third's median to the first third's.
     """
 
     slope: float | None = None
