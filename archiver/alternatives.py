@@ -25,8 +25,8 @@ def find_alternatives(
     """Yield the artifacts that could predict in place of the one that the manifest names.
 
     Args:
-        manifest: as it is in the archive.
-        names: of the archive's files.
+        manifest: manifest as it is in the archive.
+        names: names of the archive's files.
         read: returns one file's content.
     """
     for name in sorted(names):
@@ -43,8 +43,8 @@ def choose_artifact(manifest: Mapping[str, Any], name: str, read: Read) -> dict[
     """Return the manifest as if the archive had been made with another of its artifacts.
 
     Args:
-        manifest: as it is in the archive.
-        name: of the artifact.
+        manifest: manifest as it is in the archive.
+        name: name of the artifact.
         read: returns one file's content; raises KeyError or OSError where there is none.
 
     Raises:

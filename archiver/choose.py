@@ -36,7 +36,7 @@ _CLASSES = ("logits", "probabilities", "probs", "scores")
 """Names that an output has whose numbers are of classes."""
 _LIBRARY = "transformers"
 _SAMPLES = 4000
-"""In a row of so many numbers, a sound is likelier than features of a table."""
+"""Length of a row from which on it is likelier a sound than features of a table."""
 
 
 @dataclass(frozen=True)
@@ -111,8 +111,8 @@ def choose(
 
     Args:
         handler: a built-in one, or `auto`.
-        report: of the artifact.
-        folder: of the checkpoint; without one, the folder that the report's command names.
+        report: report of the artifact.
+        folder: folder of the checkpoint; without one, the folder that the report's command names.
         packed: names of the files that are packed anyway, which come before those of the folder.
         artifact: the file, for messages.
 

@@ -93,7 +93,7 @@ class Plan:
     """Everything that goes into an archive, checked as far as possible without reading it all."""
 
     manifest: Manifest
-    """Without the digests, which are known when the files were copied."""
+    """Manifest without the digests, which are known when the files were copied."""
     parts: tuple[Part, ...]
     """Sorted by name; without the manifest."""
     warnings: tuple[str, ...] = ()
@@ -126,7 +126,7 @@ class Plan:
         Args:
             answers: files of golden answers and of the reference, by name.
             digests: SHA-256 of every file that the dry run saw, by name.
-            identities: of the same files, from before they were read.
+            identities: identities of the same files, from before they were read.
         """
         parts = [
             replace(
@@ -170,7 +170,7 @@ class ArchiveRequest:
     requirements_file: Path | None = None
     """What the handler imports, as pip reads it; pinned now, with pip."""
     wheels_dir: Path | None = None
-    """Where its wheels are, to travel inside; nothing is downloaded then."""
+    """Folder of its wheels, to travel inside; nothing is downloaded then."""
     source_folder: Path | None = None
     """The checkpoint's folder, from which a built-in handler's files are packed (tokenizer,
     processor, labels); `auto` finds it where the report names it."""

@@ -33,7 +33,7 @@ def overlay(folder: Path, files: Mapping[str, Path], target: Path) -> None:
     Its golden requests stay, and the digests are those of what it holds now. It is not signed.
 
     Args:
-        folder: with its manifest.
+        folder: folder with its manifest.
         files: name in the archive → file to take.
         target: the folder to make.
 

@@ -34,7 +34,7 @@ def find_unproven(
     like 2.13.0+cpu the part behind the plus, the build, may differ.
 
     Args:
-        manifest: of the archive.
+        manifest: manifest of the archive.
         read: returns the content of one of its files.
         predicts: the artifact, where it is not the manifest's own.
     """

@@ -16,7 +16,7 @@ from modelyard.archiver.untrusted.json import Fields, format_json, parse_json
 from modelyard.archiver.untrusted.names import quoted
 
 MOST_PARTS = 32
-"""That are told apart; the others, which count least, are one: `other`."""
+"""Most parts that are told apart; the others, which count least, are one: `other`."""
 OTHER = "other"
 MAX_NAME = 128
 """Characters of a part's name that are kept."""

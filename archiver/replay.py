@@ -23,7 +23,7 @@ from modelyard.base.exits import describe_exit
 from modelyard.base.threads import thread_environment
 
 TIMEOUT_S = 600.0
-"""For loading the model and answering everything."""
+"""Time for loading the model and answering everything."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,8 @@ def replay(
     The archive's own code runs in the child process.
 
     Args:
-        folder: with `MAR-INF/MANIFEST.json`, as a worker finds it.
-        manifest: that manifest.
+        folder: folder with `MAR-INF/MANIFEST.json`, as a worker finds it.
+        manifest: manifest in that file.
         record: golden requests without an expected answer yet; their results hold the answer.
         pair: two artifacts to compare on seeded inputs.
         reference: requests whose reasons are averaged.

@@ -48,8 +48,8 @@ def joint_tolerance(one: float, other: float) -> float:
 
     Args:
         one: largest scaled difference of the first.
-        other: of the second, by whose rows the two are scaled; these may be smaller than the
-            checkpoint's by as much.
+        other: the same of the second, by whose rows the two are scaled; these may be smaller than
+            the checkpoint's by as much.
     """
     return (one + other) / (1 - other) if other < 1 else math.inf
 

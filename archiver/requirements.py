@@ -59,7 +59,7 @@ class Resolved:
     pins: tuple[Pin, ...]
     """Sorted by name."""
     wheels: tuple[Path, ...]
-    """Where they lie, when they come from a folder; in the order of the pins."""
+    """Paths of the wheels, when they come from a folder; in the order of the pins."""
 
     @property
     def lock(self) -> bytes:
@@ -82,7 +82,7 @@ def resolve(requirements: Path, wheels_dir: Path | None = None) -> Resolved:
     """Choose a wheel for every requirement and what it requires in turn, for this Python.
 
     Args:
-        requirements: as pip reads it.
+        requirements: requirements as pip reads it.
         wheels_dir: take wheels from this folder only; else from pip's index.
 
     Raises:

@@ -26,9 +26,9 @@ def format_sbom(
     """Write the bill of materials of an archive.
 
     Args:
-        manifest: with the pinned requirements.
+        manifest: manifest with the pinned requirements.
         digests: SHA-256 of every file, by name.
-        report: of the artifact: what it was made from, and with.
+        report: report of the artifact: what it was made from, and with.
     """
     requirements = manifest.modelyard.requirements if manifest.modelyard else ()
     packages = [_pinned(pin) for pin in requirements]
@@ -66,7 +66,7 @@ def format_image(
     Args:
         debian: name and version of each of Debian's packages in it.
         distributions: name of each distribution of Python in it → its METADATA.
-        digest: of the image, `sha256:…`.
+        digest: digest of the image, `sha256:…`.
     """
     root = {
         **_component("container", "modelyard", importlib.metadata.version("modelyard")),

@@ -68,7 +68,7 @@ class Dim:
     min: int = 0
     max: int = UNLIMITED
     step: int = 1
-    """From one size to the next."""
+    """Difference between one size and the next."""
 
     def __str__(self) -> str:
         step = f"/{self.step}" if self.step > 1 else ""
@@ -103,7 +103,7 @@ class TensorSpec:
     dtype: str = ""
     shape: tuple[Size, ...] = ()
     path: str = ""
-    """Where the tensor stands in forward()'s arguments, when that is inside one: `batch.image`."""
+    """Place of the tensor in forward()'s arguments, when that is inside one: `batch.image`."""
     values: Values | None = None
     """Those that it takes; None where nobody said so."""
     view: str = ""

@@ -55,9 +55,9 @@ class TrustedKey:
     id: str
     key: "PublicKey"
     name: str = ""
-    """Whose it is."""
+    """Name of its holder."""
     expires: datetime | None = None
-    """When it ends to be trusted."""
+    """Time when it ends to be trusted."""
 
     def __str__(self) -> str:
         return f"{self.name} ({self.id[:12]})" if self.name else self.id[:12]
@@ -182,7 +182,7 @@ def find_signer(archive: Archive, trust: Trust, now: datetime | None = None) -> 
     Args:
         archive: open, so that its digests agree with its files.
         trust: the keys, and the lowest versions that are accepted.
-        now: by default, the time.
+        now: time that counts as now; the clock's by default.
 
     Raises:
         NotTrusted: no signature, one of an unknown key or of other files, one that has expired, or

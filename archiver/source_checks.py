@@ -51,7 +51,7 @@ def source_warnings(
     """Return one sentence per thing that is likely to fail in a worker.
 
     Args:
-        names: of all files of the archive.
+        names: names of all files of the archive.
         sources: the Python files among them.
         pins: the packages that the archive's requirements pin.
     """
@@ -79,8 +79,8 @@ def known_modules(names: Iterable[str], packages: Iterable[str]) -> set[str]:
     """Return the modules that a worker of an archive can import whatever the server has.
 
     Args:
-        names: of the archive's files.
-        packages: that its requirements name.
+        names: names of the archive's files.
+        packages: packages that its requirements name.
     """
     return _known(names, _import_names(map(canonicalize_name, packages)))
 
@@ -140,7 +140,7 @@ def unmet_imports(name: str, tree: ast.Module, known: Collection[str]) -> Iterat
     """Yield the imports of a file that nothing meets, each module once.
 
     Args:
-        name: of the file.
+        name: name of the file.
         tree: what it says.
         known: modules that are there, of `known_modules`.
     """

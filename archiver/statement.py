@@ -35,7 +35,7 @@ class Statement:
     digests: Mapping[str, str]
     """SHA-256 of every file of the archive but the signature."""
     expires: datetime | None = None
-    """When the signature ends to stand for anything."""
+    """Time when the signature ends to stand for anything."""
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ def find_pair(manifest: Manifest, read: Callable[[str], bytes]) -> Pair | None:
     """Return an archive's artifact and its twin, when it holds two that can be compared.
 
     Args:
-        manifest: of the archive.
+        manifest: manifest of the archive.
         read: returns the content of one of its files.
     """
     seal, artifact = manifest.modelyard, manifest.serialized_file

@@ -47,7 +47,7 @@ def shrinks(read: Callable[[], Iterator[bytes]], size_bytes: int) -> bool:
 
     Args:
         read: gives the content from the start, whenever it is called.
-        size_bytes: of the content.
+        size_bytes: size of the content.
     """
     if size_bytes < RATIO_FROM_BYTES:
         return True

@@ -44,7 +44,7 @@ def json_pairs(
         got: the answer of a handler.
         expected: what it must be.
         place: where both stand in the whole answer.
-        size: of the row that they are in; their own when absent.
+        size: size of the row that they are in; their own when absent.
     """
     pairs: Iterable[tuple[str, Any, Any, float | None]]
     if is_number(got) and is_number(expected):

@@ -115,7 +115,7 @@ def check_query(pairs: Iterable[tuple[str, str]]) -> None:
     """Refuse what no explanation of ours takes, before anything is waited for.
 
     Args:
-        pairs: of a query, in its order.
+        pairs: pairs of a query, in its order.
 
     Raises:
         WrongOption: as `read_option`, or an option is there twice.

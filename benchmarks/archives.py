@@ -100,9 +100,9 @@ def archive_digits(folder: Path, format: str, name: str, more_config: str = "") 
     """Archive what `build_digits` has exported.
 
     Args:
-        folder: that was given to it.
-        format: of the artifact.
-        name: of the archive.
+        folder: folder that was given to it.
+        format: format of the artifact.
+        name: name of the archive.
         more_config: lines after those of the example's model-config.yaml.
     """
     config = folder / "artifacts" / f"{name}.yaml"

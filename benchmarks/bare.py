@@ -24,7 +24,7 @@ from modelyard.archiver.untrusted.names import MANIFEST_NAME
 LOAD = "load.json"
 WARM_UP_CALLS = 20
 WARM_UP_S = 1.0
-"""Of slow models, which need fewer calls."""
+"""Time for slow models, which need fewer calls."""
 STOP_TIMEOUT_S = 10
 
 # As the server sets it for its workers.
@@ -44,7 +44,7 @@ class Loop:
     seconds: float
     cpu_s: float
     p50_ms: float
-    """Of one call of the handler, whatever its batch."""
+    """Median of one call of the handler, whatever its batch."""
     p99_ms: float
 
 

@@ -35,11 +35,11 @@ def archive_candidate(
     Args:
         store: where it goes.
         file: its name there.
-        version: of the model.
-        artifact: with its report beside it.
+        version: version of the model.
+        artifact: artifact with its report beside it.
         behaviour: a class of `candidate_handlers`; empty for the built-in handler.
-        pause_ms: of `Paused`, which is the behaviour then.
-        name: of the model.
+        pause_ms: pause of `Paused`, which is the behaviour then.
+        name: name of the model.
     """
     with TemporaryDirectory(prefix="modelyard-candidate-") as folder:
         pause = Path(folder, "pause_ms.txt")
@@ -94,10 +94,10 @@ class PacedLoad:
     Args:
         address: host and port of the inference API.
         model: the name of a model, or a path below /predictions.
-        bodies: of the requests.
+        bodies: bodies of the requests.
         rate: requests a second, of all connections.
-        connections: as many requests at most are on their way at once.
-        token: for the inference API.
+        connections: most requests that are on their way at once.
+        token: token for the inference API.
     """
 
     def __init__(

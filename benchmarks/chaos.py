@@ -55,7 +55,7 @@ MODEL = "chaos"
 PATH = f"/predictions/{MODEL}"
 SIZES = (100, 10_000, 100_000, 1_000_000, 2_000_000)
 SMALL = SIZES[:2]
-"""Of which two cores answer so many that three cells are busy."""
+"""Sizes of which two cores answer so many that three cells are busy."""
 HELD = 1_000_000
 """The largest of these that fits HAProxy's buffer, as cells set it."""
 CLIENTS = 6
@@ -160,7 +160,7 @@ class Cells:
     """The application on a Ray of its own.
 
     Args:
-        folder: of the stores; cells keep their own folders in it.
+        folder: folder of the stores; cells keep their own folders in it.
     """
 
     load: Load

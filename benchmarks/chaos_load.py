@@ -34,7 +34,7 @@ class Account:
     met: Counter[str] = field(default_factory=Counter)
     """What attempts met instead of a right answer."""
     versions: Counter[str] = field(default_factory=Counter)
-    """Of the model, in the answers."""
+    """Versions of the model, in the answers."""
 
 
 class WrongAnswer(Exception):
@@ -46,7 +46,7 @@ class Load:
 
     Args:
         host, port, path: where to.
-        sizes: of the bodies, in turns.
+        sizes: sizes of the bodies, in turns.
         clients: how many; each has a connection of its own, which it keeps.
     """
 

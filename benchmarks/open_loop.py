@@ -71,7 +71,7 @@ class Phase(NamedTuple):
 
 @dataclass(frozen=True)
 class Percentiles:
-    """Of times, in milliseconds."""
+    """Percentiles of times, in milliseconds."""
 
     p50: float
     p99: float
@@ -106,12 +106,12 @@ class Figures:
     refused_without_retry_after: int
     """Or with one that is not a number of seconds above 0."""
     good_after: int
-    """Of the good ones, those of a closed loop, or of a load without a limit, that were answered
-    when the phase was over: they are not in its rate."""
+    """Good ones of a closed loop, or of a load without a limit, that were answered when the phase
+    was over: they are not in its rate."""
     answered_ms: Percentiles
-    """Of what was answered 200."""
+    """Latencies of what was answered 200."""
     accepted_ms: Percentiles
-    """Of all that was not refused."""
+    """Latencies of all that was not refused."""
     refused_ms: Percentiles
     last_not_good_s: float
     """When the last request was due that was not answered well in time, from the phase's start."""
@@ -146,7 +146,7 @@ class Report:
     connections: int
     """Most of them open at a time."""
     cpu_s: float
-    """Of the sending half."""
+    """Processor time of the sending half."""
     wall_s: float
     """From the first request to the last answer, or until the rest was given up."""
 
@@ -177,8 +177,8 @@ def count_outcomes(
     """Count what became of the requests of one phase.
 
     Args:
-        outcomes: of this phase.
-        seconds: of the phase.
+        outcomes: outcomes of this phase.
+        seconds: length of the phase.
         deadline_s: divides good from late.
         began: the phase's start, as outcomes count time.
         ended: what is answered later has no part in the rate.
@@ -231,16 +231,16 @@ async def run(
     """Send the load and return the figures of each phase.
 
     Args:
-        url: of one model's predictions.
-        body: of every request.
+        url: URL of one model's predictions.
+        body: body of every request.
         phases: one after the other.
         deadline_s: sent as X-Request-Timeout; None sends none.
-        seed: of the schedule.
+        seed: seed of the schedule.
         closed: clients that each ask again once they are answered, in place of a schedule; one
             phase, whose rate does not count.
         limit_s: what is answered later is not good; `deadline_s` where it is None.
         is_fresh: each request has a connection of its own.
-        content_type: of the body; None sends none.
+        content_type: Content-Type of the body; None sends none.
         connections: opened before the first request.
         most_connections: open at a time; as many as a closed loop has clients.
 

@@ -113,9 +113,9 @@ class Cell:
     handler: str
     setting: str
     clients: int | None
-    """Of a closed loop."""
+    """Clients of a closed loop."""
     times: float | None
-    """Of an open one: its rate over the capacity."""
+    """Rate of an open loop over the capacity."""
 
     @property
     def load(self) -> str:

@@ -35,7 +35,7 @@ LOG_ERRORS = """\
   <Loggers><Root level="error"><AppenderRef ref="console"/></Root></Loggers>
 </Configuration>
 """
-"""Of TorchServe, which else writes a line per request."""
+"""Log settings of TorchServe, which else writes a line per request."""
 OCTETS, JSON = "application/octet-stream", "application/json"
 
 
@@ -44,7 +44,7 @@ class Place:
     """Where one peer runs."""
 
     bin: Path
-    """Of its environment."""
+    """Programs of its environment."""
     work: Path
     """A folder of its own; it is the current one."""
     model: Path | None
@@ -60,7 +60,7 @@ class Peer:
     """How a server is started, and what its requests and answers look like."""
 
     name: str
-    """Of the package and of its environment; of the row in tables, without the setting."""
+    """Name of the package and of its environment; of the row in tables, without the setting."""
     command: Callable[[Place], list[str]]
     path: str
     content_type: str = OCTETS

@@ -28,7 +28,7 @@ class Mapped:
     resident_mb: float
     pss_mb: float
     own_mb: float
-    """Of it, copies of pages that the process has written to."""
+    """Copies among it of pages that the process has written to."""
 
 
 def cpu_s(pid: int) -> float:

@@ -86,7 +86,7 @@ class Server:
     name: str
     url: str
     pid: int
-    """Of what answers clients; its descendants are the workers."""
+    """Process that answers clients; its descendants are the workers."""
     grpc: str = ""
     """Where gRPC is, if not at `url`."""
 

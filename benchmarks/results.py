@@ -19,7 +19,7 @@ MANY = 64
 CEILING_GOAL = 15_000
 """Requests/s of a handler that answers at once, at MANY connections."""
 COMPUTE_GOAL = 0.97
-"""Of the bare loop's rate, where the model's work is most of it."""
+"""Share of the bare loop's rate, where the model's work is most of it."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Cell:
     workers: int
     """Processes that run the model, one thread each."""
     connections: int
-    """Of the load generator. The bare loop has those of the runs beside it."""
+    """Connections of the load generator. The bare loop has those of the runs beside it."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Sample:
     p99_ms: float
     failures: int
     server_cpu_s: float
-    """Of a peer: of all its processes."""
+    """Processor time of the server; of a peer, of all its processes."""
     workers_cpu_s: float
     other_cores: float
     """Cores that were busy with what does not belong to the benchmark."""
@@ -82,10 +82,10 @@ class Footprint:
     pss_mb: float
     """All its processes together."""
     server_rss_mb: float | None = None
-    """Of the server process; None where a peer has no such process of its own."""
+    """Memory of the server process; None where a peer has no such process of its own."""
     server_pss_mb: float | None = None
     worker_rss_mb: float | None = None
-    """Of one worker, the mean of them."""
+    """Memory of one worker, the mean of them."""
     worker_pss_mb: float | None = None
     has_torch: bool | None = None
     """Whether the server process has loaded torch's library."""

@@ -26,7 +26,7 @@ from benchmarks.candidates import PacedLoad, archive_candidate, scans
 
 LONGEST_S = 180
 WIDTH, HEIGHT = 1100, 1560
-"""Of a picture."""
+"""Size of a picture."""
 CANDIDATES = ["good", "wrong", "slow"]
 HEADING = (
     f"{'CANDIDATE':<10} {'ENDED AS':<10} {'AFTER':>7} {'COMPARED':>9} {'DIFFER':>7} "

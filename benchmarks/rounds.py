@@ -21,7 +21,8 @@ from benchmarks.wrk import WrkFailed, run_wrk
 
 WARM_UP_S = 1
 SKIP_S = 1.0
-"""Of a compute-bound run; what is counted then begins and ends anywhere between answers."""
+"""Start of a compute-bound run that is skipped; what is counted then begins and ends anywhere
+between answers."""
 TOLERANCE = 1e-4
 """Between the probabilities of two servers that do the same work."""
 
@@ -35,14 +36,14 @@ class Plan:
 
     rounds: int
     seconds: float
-    """Of each run of a fast model."""
+    """Length of each run of a fast model."""
     compute_seconds: float
-    """Of each run of a slow one."""
+    """Length of each run of a slow one."""
     connections: tuple[int, ...]
     workers: int
-    """Of ours and of every peer."""
+    """Workers of ours and of every peer."""
     compute_workers: int
-    """Of a slow model, and processes of the bare loop beside it."""
+    """Workers of a slow model, and processes of the bare loop beside it."""
 
     def steps(self, servers: int) -> int:
         """Count starts and runs of so many servers."""
@@ -170,11 +171,12 @@ def run_served(
 
     Args:
         cell: what is measured; its connections are opened.
-        subject: whose requests are sent.
+        subject: subject whose requests are sent.
         server: is loaded.
-        round: of the sample.
-        seconds: of the run.
-        skip_s: as in `run_wrk`; with it the server is warmed by one connection, and idle at first.
+        round: number of the sample.
+        seconds: length of the run.
+        skip_s: time as in `run_wrk`; with it the server is warmed by one connection, and idle at
+            first.
     """
     send = subject.content_type, subject.requests
     run_wrk(server.url, 1 if skip_s else cell.connections, WARM_UP_S, *send)

@@ -24,7 +24,7 @@ JUDGED_FROM_S = 480.0
 PER_S = 600.0
 """Slopes are per ten minutes."""
 MOST_POINTS = 200
-"""Of those that the slope looks at, in pairs."""
+"""Most points that the slope looks at, in pairs."""
 COLOURS = ("#1f6fb2", "#e08214", "#86b6dd", "#777777")
 
 
@@ -39,7 +39,7 @@ class Sample:
     server_descriptors: int
     server_threads: int
     worker_rss_mb: float
-    """Of the echo model's worker, which nobody kills or reloads."""
+    """Memory of the echo model's worker, which nobody kills or reloads."""
     worker_pss_mb: float
     worker_descriptors: int
     worker_threads: int
@@ -58,7 +58,7 @@ class Limit:
 
     Args:
         slope: growth per ten minutes.
-        ratio: of the last third's median to the first third's.
+        ratio: ratio of the last third's median to the first third's.
     """
 
     slope: float | None = None

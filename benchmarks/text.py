@@ -72,7 +72,7 @@ class Plan:
 
     rounds: int
     seconds: int
-    """Of each run."""
+    """Length of each run."""
     connections: list[int]
     formats: list[str]
     mixes: list[str]
@@ -101,7 +101,7 @@ class Run:
     p50_ms: float
     p99_ms: float
     cpu_ms: float
-    """Of server and worker, per request."""
+    """Processor time of server and worker, per request."""
     per_call: float
     """Requests in one call of the handler."""
     other_cores: float

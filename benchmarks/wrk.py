@@ -53,10 +53,10 @@ def run_wrk(
     """Post files in rotation over `connections` connections, each with one request in flight.
 
     Args:
-        url: of the prediction.
+        url: URL of the prediction.
         connections: all of one thread of wrk.
         seconds: duration; wrk knows whole seconds only, so it is rounded up.
-        content_type: of every file.
+        content_type: Content-Type of every file.
         files: bodies.
         skip_s: leave the first seconds out of `requests` and `seconds`, so that no edge of what is
             counted falls together with an answer; for servers that answer a few times per second.

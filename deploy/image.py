@@ -46,7 +46,7 @@ SOURCES = ("archiver", "base", "client", "exporter", "handlers", "plugins", "ser
 HOME = PurePosixPath("opt/modelyard")
 SITE = HOME / "lib/python3.11/site-packages"
 FOLDERS = {"models": 0o755, "state": 0o775, "tmp": 0o1777}
-"""Of the image, empty; the group of an arbitrary user, 0, may write to `state`."""
+"""Folders of the image, empty; the group of an arbitrary user, 0, may write to `state`."""
 LEFT_OUT = ("dev/", "proc/", "sys/", "usr/share/doc/", "usr/share/man/", "usr/share/locale/")
 USER = "1000:0"
 ENVIRONMENT = {

@@ -100,8 +100,8 @@ def export(
             above 1. Default: 1e-4 for float32 and float64, 1e-2 for float16, 3e-2 for bfloat16.
         dtype: precision of weights and floating-point inputs: fp32, bf16 or fp16. Default: the
             checkpoint's own. Parity compares with the checkpoint in float32.
-        quantize: for onnx: int8-dynamic (8-bit weights) or int8-static (activations too, in the
-            ranges that the rows of the samples reach, some of which are compared on).
+        quantize: quantisation for onnx: int8-dynamic (8-bit weights) or int8-static (activations
+            too, in the ranges that the rows of the samples reach, some of which are compared on).
         generate: write a Hugging Face decoder (GPT-2, Llama …) with its cache, for the handler
             generate; inputs are needed for other ranges only.
         samples: real inputs to compare on: .npz, .npy, .pt, .json, .txt or a picture; nothing of

@@ -75,7 +75,7 @@ class BaseHandler:
         mapping: output index as str → label, None where no file of the archive says them.
         config: `config.json` of the archive, empty where it has none.
         device: where the model computes.
-        report: of the artifact's export, None in archives without one.
+        report: report of the artifact's export, None in archives without one.
         agreement: how far `model` and `explainer` may be apart, where both have a certificate.
         digest: SHA-256 of the archive's manifest, which lists the digests of all other files.
         reference: the shares that live ones are compared with, None where the archive has none.
@@ -86,9 +86,9 @@ class BaseHandler:
     default_baseline: str = "zero"
     default_aggregate: ClassVar[str] = "none"
     class_dim: ClassVar[int] = 0
-    """Which dimension of scores (…) of more than one is that of the classes."""
+    """Dimension of scores (…) of more than one that is that of the classes."""
     label_dim: ClassVar[int | None] = None
-    """Which dimension of the first output the labels name; None where there is none."""
+    """Dimension of the first output that the labels name; None where there is none."""
     thing: ClassVar[str] = "value"
     """What a value of the input is called."""
     embedded: int | None = None
@@ -319,11 +319,11 @@ class BaseHandler:
         None leaves it to the common rule: `predicted`, `top-N`, a label or a place.
 
         Args:
-            index: of the request.
-            target: as it was asked for.
-            scores: as `score` has them, without the batch.
-            inside: which places are in the region that the request names, bool of all dimensions
-                but that of the classes; None where it names none.
+            index: index of the request.
+            target: target as it was asked for.
+            scores: scores as `score` has them, without the batch.
+            inside: which places are in the region that the request names, bool of all
+                dimensions but that of the classes; None where it names none.
         """
         return None
 
@@ -364,8 +364,8 @@ class BaseHandler:
         """Return the shape of what methods without gradients replace at once, for rows of a shape.
 
         Args:
-            sizes: of a row.
-            side: as asked for; one value without it.
+            sizes: sizes of a row.
+            side: side as asked for; one value without it.
         """
         return (*[1] * (len(sizes) - 1), side or 1) if sizes else ()
 
@@ -498,7 +498,7 @@ class BaseHandler:
         """Gather rows of each input into what the model takes.
 
         Args:
-            rows: of a batch, which are held to the values that the signature states.
+            rows: rows of a batch, which are held to the values that the signature states.
             owners: which request each of them belongs to.
         """
         for owner, row in zip(owners, rows, strict=True):

@@ -99,7 +99,7 @@ def decode_base64(text: str, expected: str) -> bytes:
     """Return the file that base64 text stands for.
 
     Args:
-        text: of a request.
+        text: text of a request.
         expected: what the message asks for in place of other text.
 
     Raises:

@@ -95,7 +95,7 @@ class Context:
         gpu: CUDA device index, None on a CPU.
         mms_version: the version that handlers of old look for.
         limit_max_image_pixels: False lifts the limit on the size of images.
-        max_image_pixels: that limit; None leaves it to the handler.
+        max_image_pixels: limit of pixels; None leaves it to the handler.
         metrics: where handlers add their own metrics.
         model_yaml_config: the archive's model-config.yaml, parsed.
 

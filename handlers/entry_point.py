@@ -69,7 +69,7 @@ def find_handler(handler: str, built_in: Mapping[str, str]) -> FoundHandler:
     callables, answer requests one by one.
 
     Args:
-        handler: as the manifest has it.
+        handler: handler as the manifest has it.
         built_in: name → `module:Class`, for names that no file has.
 
     Raises:

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from modelyard.handlers.base import BaseHandler
 
 OUTPUT = "output"
-"""Of an answer that names none."""
+"""Name of an output whose answer names none."""
 Outputs = Mapping[str, Array]
 
 
@@ -98,11 +98,11 @@ class TensorJob:
     """One request of tensors, and what its answers are written as.
 
     Args:
-        headers: of the request, found in any case.
+        headers: headers of the request, found in any case.
         labels: index of a class → its name.
 
     Raises:
-        BadInput: the body is no such request.
+        BadInput: the body is not such a request.
     """
 
     def __init__(

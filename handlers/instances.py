@@ -15,7 +15,7 @@ from modelyard.handlers.errors import BadInput
 
 INSTANCES = "instances"
 MOST_INSTANCES = 0xFFFF
-"""Of one request; each costs more memory than its text may have bytes."""
+"""Most instances of one request; each costs more memory than its text may have bytes."""
 
 
 def read_instances(
@@ -24,7 +24,7 @@ def read_instances(
     """Return what a request holds, bytes where an instance is base64.
 
     Raises:
-        BadInput: it is no such request; the message names the field.
+        BadInput: it is not such a request; the message names the field.
     """
     try:
         head = read_json(body)

@@ -12,9 +12,9 @@ def refused_values(spec: TensorSpec, tensor: Tensor, sizes: Mapping[str, int]) -
     """Return what a tensor holds beside its stated values, as a phrase; None where it holds none.
 
     Args:
-        spec: of the input.
-        tensor: of its dtype.
-        sizes: of the inputs' dims; a range whose end is the size of another is not checked.
+        spec: spec of the input.
+        tensor: tensor of its dtype.
+        sizes: sizes of the inputs' dims; a range whose end is the size of another is not checked.
     """
     stated = spec.values
     if stated is None or not {stated.low.dim, stated.high.dim} <= {"", *sizes}:

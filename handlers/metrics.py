@@ -131,7 +131,7 @@ class Metrics(Reporter):
     """Keeps every value until the worker's loop takes it.
 
     Args:
-        context: whose requests the values are about.
+        context: context whose requests the values are about.
     """
 
     def __init__(self, context: Context) -> None:

@@ -12,7 +12,7 @@ def mark_ranges(device: str) -> None:
     """Mark ranges in this process from now on.
 
     Args:
-        device: that the model runs on.
+        device: device that the model runs on.
 
     Raises:
         LoadError: it is not CUDA, whose profiler alone reads them.

@@ -15,7 +15,7 @@ class Part(NamedTuple):
     """What a handler may return: of a streamed answer a piece of text."""
     is_last: bool
     content_type: str | None = None
-    """Of the whole answer, where the value's type does not say it."""
+    """Content type of the whole answer, where the value's type does not say it."""
 
 
 class Steps(ABC):
@@ -33,7 +33,7 @@ class Steps(ABC):
         Args:
             request: a number of its own among those that have joined.
             row: its body, as `handle` gets it.
-            headers: of the request, found in any case.
+            headers: headers of the request, found in any case.
 
         Raises:
             BadInput: it cannot be used; the others go on.

@@ -40,7 +40,8 @@ DTYPES = {oip: name for name, oip in OIP_DATATYPES.items()}
 BASE64 = "base64"
 """`content_type` among the parameters of BYTES whose texts are base64; MLServer's."""
 MOST_VALUES = 1 << 31
-"""Of an empty tensor, were it not empty: its other sizes say what a model may make of it."""
+"""Most values that an empty tensor may have, were it not empty: its other sizes say what a model
+may make of it."""
 Array = Any
 """numpy's array, of objects for BYTES; torch's tensor for BF16, which numpy does not know."""
 
@@ -65,8 +66,8 @@ class TensorRequest:
 
     Args:
         id: None where it names none.
-        inputs: by name, in their order.
-        datatypes: of the inputs.
+        inputs: inputs by name, in their order.
+        datatypes: datatypes of the inputs.
         wanted: outputs, None for all.
         is_binary: whether outputs that do not say otherwise are binary.
     """
@@ -91,8 +92,8 @@ def read_request(
     Args:
         body: JSON, or JSON and behind it the bytes of tensors.
         header_length: the value of `LENGTH_HEADER`.
-        encoding: of Content-Encoding: gzip, deflate, or nothing.
-        most_bytes: of the body without it.
+        encoding: encoding of Content-Encoding: gzip, deflate, or nothing.
+        most_bytes: most bytes of the body without it.
 
     Raises:
         BadInput: it is not one; the message names the field.
@@ -410,7 +411,7 @@ def write_answer(
     """Return body and headers of an answer.
 
     Args:
-        outputs: by name; those that `request` asks for are among them.
+        outputs: outputs by name; those that `request` asks for are among them.
         labels: index of a class → its name.
 
     Raises:

@@ -51,7 +51,7 @@ COMMANDS = {
         "Ask the running server for an explanation.",
     ),
 }
-"""Of core; `commands` has those of plug-ins too."""
+"""Commands of core; `commands` has those of plug-ins too."""
 
 
 @cache

@@ -17,5 +17,5 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         place = path.replace("../", "") if path.startswith("../") else f"docs/{path}"
         return text if place in text else f"{text} (`{place}`)"
 
-    # What a test of a block is told, as "sh fails", is no word of a language.
+    # What a test of a block is told, as "sh fails", is not a word of a language.
     return _LINK.sub(name, re.sub(r"^(```\w+) .*$", r"\1", markdown, flags=re.M))

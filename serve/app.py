@@ -205,8 +205,8 @@ def listen(
 
     Args:
         apis: what answers where.
-        settings: of every server.
-        budget: of answers.
+        settings: settings of every server.
+        budget: budget of answers.
         tls: returns certificate and key, for addresses that ask for them.
         access: called with each answer, for an access log.
         allowed_origins: web pages of elsewhere that may call, as CORS writes them.

@@ -221,7 +221,7 @@ def start(
     """
     given = locals()
     for name in ("more_models", "config", "foreground", "explain_plan", "json_output"):
-        del given[name]  # what is no setting
+        del given[name]  # what is not a setting
     from modelyard.serve.control.state import StateDir, describe_running
     from modelyard.serve.settings import load_settings, unknown_variables
     from modelyard.serve.start import start_detached

@@ -89,7 +89,7 @@ class ModelNotFound(ServeError):
     """No model of that name is registered.
 
     Args:
-        name: that was asked for.
+        name: name that was asked for.
         hint: what else there is to say.
         served: what is there instead. Our own answers say it; clients of old compare texts.
     """
@@ -115,7 +115,7 @@ class UrlRefused(FileNotInStore):
     """The settings do not allow to fetch from there.
 
     Args:
-        url: as it was given.
+        url: URL as it was given.
         reason: why not, for operators.
     """
 
@@ -128,7 +128,7 @@ class FetchFailed(ServeError):
     """An archive could not be fetched.
 
     Args:
-        url: as the caller wrote it.
+        url: URL as the caller wrote it.
         reason: what went wrong, for the log and operators.
     """
 

@@ -15,7 +15,7 @@ from modelyard.serve.dataplane.heap import keep_freed, trim
 EVERY_S = 2.0
 LONGEST_PAUSE_S = 60.0
 GROWN_BYTES = 8 << 20
-"""Above what the process had when it began; less is not worth a look."""
+"""Growth beyond what the process had when it began; less is not worth a look."""
 WORTH_BYTES = 1 << 20
 """What comes back; after less the next attempt is later."""
 

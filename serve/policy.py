@@ -41,7 +41,7 @@ class Policy:
     default_handler: str | None = None
     """Handler of archives that name none."""
     unregister_timeout_s: float | None = None
-    """In which the workers of a version that is removed must have ended."""
+    """Time in which the workers of a version that is removed must have ended."""
     passed_variables: tuple[str, ...] = PASSED
     """Names and patterns of the server's variables that workers get."""
     hidden_variables: str | None = None

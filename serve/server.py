@@ -38,9 +38,9 @@ Report = Callable[[Event], None]
 Create = Callable[[Settings], Server]
 
 ANNOUNCE_S = 0.2
-"""After SIGTERM connections are still taken for this long, and close with their answer."""
+"""Time after SIGTERM for which connections are still taken, and close with their answer."""
 FLUSH_S = 2.0
-"""For the last error answers to reach their clients."""
+"""Time for the last error answers to reach their clients."""
 NOTHING = (
     "no model is served: name some with --models, or register them, `modelyard models register "
     "FILE.mar`"

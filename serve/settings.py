@@ -115,7 +115,7 @@ class Settings(BaseModel):
     allow_load: bool = False
     """Let operators load and unload models by name with the inference API, /v2/repository."""
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
-    """Where models run; auto takes CUDA where there is one."""
+    """Device that models run on; auto takes CUDA where there is one."""
     workers: int = Field(default=0, ge=0, le=MOST_WORKERS)
     """Workers of each model; 0 chooses by cores and number of models."""
     worker_poll_us: int = Field(default=300, ge=0, le=10_000)
@@ -129,45 +129,46 @@ class Settings(BaseModel):
     priority_shares: tuple[Share, Share, Share] = (16, 4, 1)
     """Rows of requests of high, normal and low priority that are taken in turn while all wait."""
     request_timeout_s: float = Field(default=60, gt=0)
-    """From arrival to answer; a request that takes longer is answered 504."""
+    """Time from arrival to answer; a request that takes longer is answered 504."""
     response_timeout_s: float = Field(default=120, gt=0)
-    """For one batch in a worker; a worker that takes longer is replaced."""
+    """Time for one batch in a worker; a worker that takes longer is replaced."""
     startup_timeout_s: float = Field(default=120, gt=0)
-    """For a worker to load its model and answer the golden requests."""
+    """Time for a worker to load its model and answer the golden requests."""
     drain_delay_s: float = Field(default=0, ge=0)
-    """After SIGTERM the server is not ready, but takes new requests for this long."""
+    """Time after SIGTERM for which the server is not ready, but takes new requests."""
     drain_timeout_s: float = Field(default=30, ge=0)
-    """After SIGTERM, for requests that were accepted."""
+    """Time after SIGTERM for requests that were accepted."""
     max_request_bytes: int = Field(default=6_553_500, ge=1)
     """Size of a request body; a larger one is answered 413."""
     request_memory_bytes: int = Field(default=1 << 30, ge=1)
-    """Of all bodies that the server process holds; one that adds to it is answered 503."""
+    """Size of all bodies that the server process holds; one that adds to it is answered 503."""
     max_response_bytes: int = Field(default=128 << 20, ge=1)
     """Size of an answer, or of a chunk of it; a larger one is answered 500."""
     response_memory_bytes: int = Field(default=256 << 20, ge=1)
-    """Of all answers that the server process holds; beyond it workers wait for clients."""
+    """Size of all answers that the server process holds; beyond it workers wait for clients."""
     answer_cache_bytes: int = Field(default=64 << 20, ge=0)
-    """Of all answers that are kept, of models whose settings say `cacheAnswers`."""
+    """Size of all answers that are kept, of models whose settings say `cacheAnswers`."""
     max_image_pixels: int = Field(default=25_000_000, ge=1)
-    """Of a picture in a request; built-in handlers answer a larger one 400."""
+    """Pixels of a picture in a request; built-in handlers answer a larger one 400."""
     max_header_bytes: int = Field(default=65_536, ge=8192)
     """Size of a request's line and headers; a larger head is answered 431."""
     max_connections: int = Field(default=4096, ge=8)
-    """Of the inference API. One more closes those that have been idle longest, else it waits."""
+    """Connections of the inference API. One more closes those that have been idle longest, else it
+    waits."""
     head_timeout_s: float = Field(default=10, gt=0)
-    """For a request's head, from its first byte, and for a TLS handshake; then 408."""
+    """Time for a request's head, from its first byte, and for a TLS handshake; then 408."""
     transfer_timeout_s: float = Field(default=20, gt=0)
     """A body that comes, or an answer that is taken, at under 500 bytes/s for so long is ended."""
     keep_alive_s: float = Field(default=75, gt=0)
     """A connection without a request for this long is closed; more than a balancer's own time."""
     explain_share: float = Field(default=0, ge=0, le=1)
-    """Of the predictions of archives with a reference, those that are explained unasked."""
+    """Share of the predictions of archives with a reference that are explained unasked."""
     tracing: bool = False
     """Export spans of sampled requests, as OpenTelemetry's variables say; needs the extra otel."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Of the server's own log, what is written at least."""
+    """Least level of what is written of the server's own log."""
     log_format: Literal["text", "json"] = "text"
-    """Of the server's log and the access log: lines for people, or an object each."""
+    """Form of the server's log and the access log: lines for people, or an object each."""
     access_log: bool = False
     """Write a line for each request."""
     log_bytes: int = Field(default=10 << 20, ge=4096)
@@ -390,7 +391,7 @@ def load_settings(
     """Merge the sources; a None on the command line leaves a setting to the others.
 
     Args:
-        defaults: of a command, for settings that no source says.
+        defaults: defaults of a command, for settings that no source says.
 
     Raises:
         WrongUsage: a value or name is wrong; the message names each field.

@@ -122,7 +122,7 @@ def test_text_names_a_file_as_a_path_does(tmp_path: Path) -> None:
 
 
 def test_mypy_knows_every_argument() -> None:
-    """`make check` fails where one of these is no mistake any more: an ignore is unused then."""
+    """`make check` fails where one of these is not a mistake any more: an ignore is unused then."""
     with pytest.raises(TypeError):
         export("a.pt", input="x:float32[1]")  # type: ignore[call-arg]
     with pytest.raises(TypeError):
@@ -147,7 +147,7 @@ def test_a_server_is_started_used_and_stopped(digits_store: Path, tmp_path: Path
             answer = client.predict("onnx", DIGITS / "scans" / "7.png")
             assert next(iter(answer)) == "7"
             (why,) = client.explain("onnx", DIGITS / "scans" / "7.png", target=7)
-            # As above: `make check` fails where one of these is no mistake any more.
+            # As above: `make check` fails where one of these is not a mistake any more.
             with pytest.raises(RequestFailed, match='unknown parameter "n_stesp"'):
                 client.explain("onnx", b"x", n_stesp=50)  # type: ignore[call-arg]
             with pytest.raises(RequestFailed, match='method is "saliencyy"'):

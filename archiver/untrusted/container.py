@@ -107,7 +107,7 @@ class OpenFile:
     """A file behind one descriptor, so that replacing it on disk changes nothing.
 
     Attributes:
-        size: in bytes.
+        size: size in bytes.
     """
 
     def __init__(self, fd: int) -> None:

@@ -15,7 +15,7 @@ REFERENCE_NAME = "MAR-INF/reference.json"
 LOCK_NAME = "MAR-INF/requirements.lock"
 WHEELS_FOLDER = "MAR-INF/wheels"
 SHARED_FOLDER = ".shared"
-"""In the folder of an unpacked archive: what its workers make once, and map."""
+"""Folder of an unpacked archive: what its workers make once, and map."""
 
 _HANDLERS = (
     "base_handler",

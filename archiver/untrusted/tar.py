@@ -189,7 +189,7 @@ class TarMember:
     """A file or folder, and where its content starts in the unpacked tar."""
 
     name: str
-    """Without the top folder; a folder's ends with "/"."""
+    """Name without the top folder; a folder's ends with "/"."""
     size_bytes: int
     offset: int
 

@@ -77,7 +77,8 @@ TORCH_RULES = ZipRules(
     max_entries=1_000_000,
     max_directory_bytes=256 << 20,
 )
-"""For what torch.save, torch.jit.save and torch.export.save write: one entry for each tensor."""
+"""Rules for what torch.save, torch.jit.save and torch.export.save write: one entry for each
+tensor."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 JSON, OCTETS = "application/json", "application/octet-stream"
 AGENT = {"User-Agent": f"modelyard-client/{version('modelyard-client')}"}
-"""On every request, beside httpx's own headers."""
+"""Headers of every request, beside httpx's own."""
 
 Body = bytes | bytearray | memoryview | str | Path | Mapping[str, Any] | list[Any]
 """Bytes go out as they are, text as text/plain, the file of a path by the media type of its name,
@@ -136,7 +136,7 @@ class Calls:
         Args:
             api: predictions or explanations.
             model: NAME or NAME/VERSION.
-            options: of the query; those that are None are left out.
+            options: options of the query; those that are None are left out.
         """
         content, kind = encode(body, content_type)
         query = {k: as_text(v) for k, v in (options or {}).items() if v is not None}

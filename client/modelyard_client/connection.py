@@ -23,7 +23,7 @@ class Connection:
     """Where a server is, and how it is called.
 
     Args:
-        url: of the API.
+        url: URL of the API.
         token: or the file that it is in, which is read for each request.
         ca: certificates to trust in place of the system's, or how TLS is spoken.
         most_bytes: longest answer.

@@ -33,10 +33,10 @@ class RequestFailed(ClientError):
     """The server answered with an error.
 
     Attributes:
-        status: of HTTP.
+        status: status of HTTP.
         type: the server's name for it, as `ModelNotFoundException`; empty where it names none.
         message: the server's.
-        request_id: by which the server's log knows it.
+        request_id: id by which the server's log knows it.
         retry_after_s: when the server says to come back; None where it does not.
     """
 

@@ -25,7 +25,7 @@ COME_BACK = frozenset({429, 503})
 OF_GATEWAYS = frozenset({502, 503, 504})
 """What a proxy answers whose server is gone."""
 LONGEST_TIME_S = 86_400.0
-"""That a server takes as X-Request-Timeout."""
+"""Longest time that a server takes as X-Request-Timeout."""
 
 T = TypeVar("T")
 

@@ -30,10 +30,10 @@ class Client:
     """Calls a server; one may be used by many threads.
 
     Args:
-        url: of the inference API, as `http://127.0.0.1:8080`.
-        token: for it; a path is a file that is read for each request.
+        url: URL of the inference API, as `http://127.0.0.1:8080`.
+        token: token for it; a path is a file that is read for each request.
         ca: file of certificates to trust in place of the system's.
-        timeout_s: of a call, from its begin to its answer, with all that is tried again.
+        timeout_s: time of a call, from its begin to its answer, with all that is tried again.
         attempts: how often a request is sent at most.
         idempotent: whether requests may run twice: one that was sent and not answered is then sent
             again. Right for models whose handlers change nothing.
@@ -83,7 +83,7 @@ class Client:
         Args:
             model: NAME or NAME/VERSION.
             body: bytes as they are, text, a `Path` to a file, or what becomes JSON.
-            content_type: of the body, where that does not say it.
+            content_type: Content-Type of the body, where that does not say it.
 
         Raises:
             RequestFailed: the server answered with an error.
@@ -104,7 +104,8 @@ class Client:
 
         Args:
             model: as of `predict`, as are `body`, `content_type` and the errors.
-            options: as `method`, `target`, `baseline`: see `ExplainOptions` and docs/explain.md.
+            options: options such as `method`, `target`, `baseline`: see `ExplainOptions` and
+                docs/explain.md.
         """
         return self.run(self.calls.explain(model, body, content_type, options))
 
@@ -115,7 +116,7 @@ class Client:
 
         Args:
             model: NAME or NAME/VERSION.
-            inputs: by name; the first dimension is that of the rows.
+            inputs: inputs by name; the first dimension is that of the rows.
             outputs: which; None for all.
 
         Raises:

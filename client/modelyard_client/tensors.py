@@ -34,7 +34,7 @@ def write_request(inputs: Arrays, outputs: Sequence[str] | None) -> tuple[bytes,
     """Return body and headers of a request for a model's outputs, as bytes.
 
     Args:
-        inputs: by name; texts and bytes become BYTES.
+        inputs: inputs by name; texts and bytes become BYTES.
         outputs: which, in which order; None for all.
 
     Raises:

@@ -14,7 +14,7 @@ SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 OF = 'model=~"$model",version=~"$version"'
 RATE = "[$__rate_interval]"
 OURS = " and on (instance, job) modelyard_build_info"
-"""Of metrics that every program has."""
+"""Filter of metrics that every program has."""
 WIDTH, HEIGHT = 24, 8
 """Grafana's columns, and the height of a panel in its rows."""
 

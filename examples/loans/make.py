@@ -16,7 +16,7 @@ FEATURES = ("income", "debts", "years", "letters")
 LABELS = ("repaid", "not repaid")
 SEED = 0
 KNOWN = 0.04
-"""Of the loans, those whose letters of reminder had been entered when the row was taken."""
+"""Share of the loans whose letters of reminder had been entered when the row was taken."""
 
 
 def draw(count: int, random: np.random.Generator, known: float = KNOWN) -> tuple[np.ndarray, ...]:

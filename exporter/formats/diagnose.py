@@ -35,7 +35,7 @@ def explain(
     """Turn what a converter raised into one sentence, and keep the rest in a file.
 
     Args:
-        error: with its causes.
+        error: error with its causes.
         stage: who failed, as `diagnoses.yaml` has it.
         signature: the inputs, for the file.
         reason: the sentence, where the caller knows better; the line is added.

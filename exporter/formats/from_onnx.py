@@ -107,7 +107,7 @@ class OnnxFile(nn.Module):
 
         Args:
             path: where.
-            signature: of the inputs in whatever order, by their names.
+            signature: signature of the inputs in whatever order, by their names.
             kept: which of its outputs are the signature's, by their names in the file.
 
         Raises:

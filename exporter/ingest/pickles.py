@@ -85,7 +85,7 @@ class Pickled:
     """Dotted names of every global in it."""
     protocol: int
     end: int
-    """Where the next byte of the stream is."""
+    """Position of the stream's next byte."""
 
 
 def read_pickle(

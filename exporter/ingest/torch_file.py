@@ -72,7 +72,7 @@ class TorchZip:
         """Return an entry's content, inflated when it is deflated.
 
         Args:
-            name: of the entry.
+            name: name of the entry.
             limit: largest size that is read, in bytes.
 
         Raises:

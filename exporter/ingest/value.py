@@ -44,7 +44,7 @@ class ClassHint:
 
     name: str
     source: str
-    """Where the name was found, as in `config.json`."""
+    """Place where the name was found, as in `config.json`."""
 
 
 @dataclass(frozen=True)
@@ -298,7 +298,7 @@ def fit_names(
     """Return the tensors under the names that a class expects, as far as a prefix decides it.
 
     Args:
-        tensors: under names without wrappers' prefixes.
+        tensors: tensors under names without wrappers' prefixes.
         original: each of those names → the name in the file.
         wanted: names of the class's state dict.
 

@@ -57,7 +57,7 @@ def read_sample(
         path: the file.
         signature: what it holds.
         is_split: its rows will be put into batches: it may hold more than one has.
-        folder: that of the checkpoint, whose tokenizer reads a text.
+        folder: folder of the checkpoint, whose tokenizer reads a text.
 
     Raises:
         UsageError: it cannot be read, or its tensors are not the signature's inputs.

@@ -51,7 +51,7 @@ class Checker:
 
         Args:
             artifact: the file, complete and closed.
-            format: as in `modelyard.handlers.models.backends`.
+            format: format as in `modelyard.handlers.models.backends`.
             device: where it is to run.
             outputs: name, dtype and tolerance of each.
             trusted: operators that a program may call beside those of the list.

@@ -105,8 +105,8 @@ class Cases:
 
     Args:
         signature: the inputs, with the values of integers.
-        probes: whose inputs are made.
-        samples: whose inputs are a file's.
+        probes: probes whose inputs are made.
+        samples: samples whose inputs are a file's.
         run: the checkpoint's model.
         kept: what it gave already, by the text of the probe.
     """
@@ -336,7 +336,8 @@ def _plan(kept: _Kept, model: nn.Module, tried: Signature, *, quick: bool) -> Pl
 
     Args:
         kept: gets what they give: they are cases, too.
-        model: whose weights are used at least once for each row; recurrent layers are not counted.
+        model: model whose weights are used at least once for each row; recurrent layers are not
+            counted.
         tried: inputs, with the values of integers.
         quick: whether to try few probes.
     """

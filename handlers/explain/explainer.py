@@ -37,9 +37,10 @@ if TYPE_CHECKING:
 
 
 STEPS = 30
-"""Of integrated gradients: shares are averaged over many explanations, so each may be coarse."""
+"""Steps of integrated gradients: shares are averaged over many explanations, so each may be
+coarse."""
 ROWS = 8
-"""That share a pass: whoever waits for the worker waits for the end of one."""
+"""Rows that share a pass: whoever waits for the worker waits for the end of one."""
 
 _ROWS_OF_REGIONS = ("top", "middle", "bottom")
 _COLUMNS_OF_REGIONS = ("left", "centre", "right")
@@ -77,7 +78,7 @@ class Explainer:
     """Explains what a handler's model predicts; the handler says what is particular to its inputs.
 
     Args:
-        handler: whose hooks are called, so that its subclasses' count.
+        handler: handler whose hooks are called, so that its subclasses' count.
     """
 
     def __init__(self, handler: "BaseHandler") -> None:

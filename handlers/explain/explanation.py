@@ -68,7 +68,7 @@ NEARLY_NOTHING = 0.01
 """The share of the attributions below which what is left after they cancel is not worth colour."""
 
 FAINT = 0.3
-"""Of full colour: how strongly such an explanation is drawn."""
+"""Share of full colour that such an explanation is drawn in."""
 
 CONFIDENT = 0.9
 """A baseline that is a class with this probability does not stand for nothing."""
@@ -83,7 +83,7 @@ class Explanation:
     target: Place
     label: str
     output_name: str | None
-    """Of the output that it is of; None where nobody knows."""
+    """Name of the output that is explained; None where nobody knows."""
     against: Place | None
     """The target that it is compared with."""
     probability: float | None
@@ -91,7 +91,7 @@ class Explanation:
     explained_with: str
     """The file of the archive that was asked: the artifact that predicts, or its twin."""
     f_input: float
-    """Of what was asked, as `f_baseline`."""
+    """Output of the artifact that was asked, as `f_baseline`."""
     f_baseline: float
     f_served: float
     """The same output of the artifact that predicts."""
@@ -113,7 +113,7 @@ class Explanation:
     errors: Tensors | None
     """(*S) each: how far off each attribution may be."""
     names: tuple[str, ...]
-    """Of the explained inputs."""
+    """Names of the explained inputs."""
     baseline_label: str | None = None
     """What a prediction says of the baseline."""
     baseline_probability: float | None = None
@@ -189,7 +189,7 @@ class _Split:
     fixed: Tensors
     """(N, …) each."""
     names: tuple[str, ...]
-    """Of the explained tensors."""
+    """Names of the explained tensors."""
     select: Callable[[Tensors], Tensors]
     """Inputs of the model (B, …) → what of them, or of what follows from them, is explained."""
     restore: Callable[[Tensors], Tensors] = tuple
@@ -259,11 +259,11 @@ def _explain_alike(
     """Explain requests whose options lead to the same call of a method.
 
     Args:
-        version: that is explained.
-        inputs: of the requests.
+        version: version that is explained.
+        inputs: inputs of the requests.
         predicted: (N, …) the outputs of the artifact that predicts.
-        every_option: of each request.
-        targets: of each request.
+        every_option: options of each request.
+        targets: targets of each request.
         rows: which requests of the whole batch these are.
     """
     options = every_option[0]
@@ -331,7 +331,7 @@ def _windows(
         version: knows what belongs together.
         row: which request of the batch.
         inputs: (M, *S) each, that are explained.
-        options: of the request.
+        options: options of the request.
     """
     groups = [version.groups(row, each.shape[1:]) for each in inputs]
     side = options.window if METHODS[options.method].needs_windows else 1
@@ -688,10 +688,10 @@ def _rows(
     """Return how many points share a pass: what is asked for, as far as the artifact takes it.
 
     Args:
-        options: of the request.
-        artifact: that computes.
-        forward: of a pass with gradients, whose memory counts; None for others.
-        inputs: of `forward`.
+        options: options of the request.
+        artifact: artifact that computes.
+        forward: function of a pass with gradients, whose memory counts; None for others.
+        inputs: inputs of `forward`.
     """
     rows = options.internal_batch_size or FORWARD_ROWS
     if forward and options.internal_batch_size is None:

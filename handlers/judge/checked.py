@@ -149,7 +149,8 @@ _KINDS = {
 }
 _DEVICES = ("cpu", "cuda")
 _MODES = {"interpolation_mode": 3, "padding_mode": 3}
-"""Of `grid_sampler`: for a number from here on its kernels leave their output unwritten."""
+"""How many modes `grid_sampler` has: for a number from here on its kernels leave their output
+unwritten."""
 _STEPS = ("kernel_size", "stride", "padding", "dilation", "output_padding")
 _STEPPING = re.compile("conv|max_pool1d")
 _MAX_STEP = 1 << 14
@@ -159,9 +160,10 @@ _PAD = torch.ops.aten.pad.default
 def call_problem(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
     """Return what is wrong with the constants of a call.
 
-    To torch a dtype is a number, and a number that is no dtype leads outside a table; some kernels
-    take a tensor for granted where None is given; convolutions and max_pool1d multiply their steps
-    unchecked; and circular padding by a negative number leaves elements of the output unwritten.
+    To torch a dtype is a number, and a number that is not a dtype leads outside a table; some
+    kernels take a tensor for granted where None is given; convolutions and max_pool1d multiply
+    their steps unchecked; and circular padding by a negative number leaves elements of the output
+    unwritten.
     """
     arguments = target._schema.arguments
     given = [*zip(arguments, args, strict=False)]

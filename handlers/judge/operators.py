@@ -5,7 +5,7 @@ reaches one, and returns nothing that was not written. They are what exports of 
 counted by `python -m tests.breadth.operators`, with their overloads, and what torch itself marks as
 working on single elements (`pointwise`) or as its core; `tests/breadth/operator_rules.py` says what
 never comes in, and `python -m tests.fuzz` tries all of it. A name that another torch does not have
-is no error: such a program does not load there.
+is not an error: such a program does not load there.
 """
 
 from importlib.resources import files

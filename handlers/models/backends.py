@@ -324,8 +324,8 @@ def open_session(
     """Return onnxruntime's session of an ONNX model, which computes on `device` if it can.
 
     Args:
-        share: as `open_artifact`'s; what is opened then is a copy, optimised for this machine and
-            tried, of which onnxruntime maps the weights.
+        share: share as `open_artifact`'s; what is opened then is a copy, optimised for this machine
+            and tried, of which onnxruntime maps the weights.
         on_tensorrt: as `open_artifact`'s.
         is_optimized: False runs the operators of the file as they stand.
     """

@@ -23,7 +23,7 @@ from modelyard.archiver.untrusted.names import REFERENCE_NAME
 from modelyard.handlers.errors import LoadError
 
 PROCESSOR_PARTS = ("image_processor", "feature_extractor")
-"""Where newer folders keep what was a file of its own."""
+"""Keys under which newer folders keep what was a file of its own."""
 
 
 def read_json_file(path: Path) -> Any:

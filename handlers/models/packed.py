@@ -153,16 +153,16 @@ class PackedModel:
     """An archive's artifact, and what explains it."""
 
     path: Path
-    """Of the artifact."""
+    """Path of the artifact."""
     artifact: Artifact
     explainer: Artifact | None
     """A differentiable twin, the artifact itself where that is differentiable, or None."""
     agreement: Rule | None
     """How far the two may be apart, where both have a certificate."""
     signature: Signature
-    """From the export's report, else as far as the artifact says."""
+    """Signature of the export's report, else as far as the artifact says."""
     report: Report | None
-    """Of the artifact's export."""
+    """Report of the artifact's export."""
 
 
 def open_packed(

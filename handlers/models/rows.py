@@ -85,7 +85,7 @@ def check_stated(
     """Refuse a request whose inputs hold other values than their signature states.
 
     Args:
-        specs: of the inputs, the first dimension of which is not in a row.
+        specs: specs of the inputs, the first dimension of which is not in a row.
         rows: one of each.
         made_by: what made them of a request that holds something else.
 
@@ -178,7 +178,7 @@ def wrong_kind(kind: str, is_stated: bool, outputs: Tensor) -> str | None:
     Args:
         kind: one of `OUTPUT_KINDS`, which the handler takes them for.
         is_stated: whether the archive says so itself.
-        outputs: of a model; of others than real numbers nothing is said.
+        outputs: outputs of a model; of others than real numbers nothing is said.
     """
     if not (outputs.is_floating_point() and outputs.numel()):
         return None
@@ -247,7 +247,7 @@ def first_output(outputs: Output, dims: int, expected: str) -> Tensor:
     """Return the output that answers are made of, the first of several.
 
     Args:
-        outputs: of the model.
+        outputs: outputs of the model.
         dims: how many that output has.
         expected: what messages say of it.
 

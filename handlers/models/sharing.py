@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 MIN_STORAGE_BYTES = 1 << 14
 """Smaller weights stay copies: a page is 4 KiB, and looking for them costs more than they do."""
 MIN_FILE_BYTES = 1 << 20
-"""Of smaller models no further file is made."""
+"""Least size of a model of which a further file is made."""
 
 SHARED_ONNX_SCRIPT = Path(__file__).with_name("shared_onnx.py")
 SHARED_ONNX = "optimized.onnx"

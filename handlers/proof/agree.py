@@ -110,7 +110,7 @@ class Rule:
 
         Args:
             measured: one for each case.
-            cases: as messages name them; may be absent where none is ill-conditioned.
+            cases: cases as messages name them; may be absent where none is ill-conditioned.
         """
         ill = [str(case) in self.allowed for case in cases] or [False] * len(measured)
         if not all(ill):
@@ -136,7 +136,7 @@ def rule_for(
     """Return the rule of an export.
 
     Args:
-        dtype: of the output.
+        dtype: dtype of the output.
         tolerance: replaces that of floats.
         is_quantized: judge as an approximation.
         is_double: the model computes in float64 alone; else a float64 output may be a float32
@@ -153,8 +153,8 @@ def allowance(rule: Rule, kind: str, moved: float) -> float | None:
     """Return what an ill-conditioned case is allowed; None for one that the tolerance judges.
 
     Args:
-        rule: of one output.
-        kind: of the case's values.
+        rule: rule of one output.
+        kind: kind of the case's values.
         moved: how far the checkpoint's own output moved.
     """
     if rule.is_quantized or not max(rule.tolerance, _STEADY) < moved < math.inf:
@@ -191,7 +191,7 @@ def compare(expected: Tensor, found: Tensor, tolerance: float = 0.0) -> dict[str
 
     Args:
         expected: what `found` is scaled by.
-        found: of any floating-point or integer dtype.
+        found: array of any floating-point or integer dtype.
         tolerance: rows whose two largest values are closer than this explains are ties.
 
     Returns:
@@ -226,7 +226,7 @@ class _Sums:
     """What is gathered of two tensors, piece by piece.
 
     Args:
-        rows: of dim 0.
+        rows: rows of dim 0.
     """
 
     def __init__(self, rows: int) -> None:

@@ -97,7 +97,7 @@ class Plan:
 
 
 ONLY_SAMPLES = Plan((), "none", 0.0, 0.0)
-"""Of an export in which nothing is made up."""
+"""Plan of an export in which nothing is made up."""
 
 
 def plan(signature: Signature, gflop: Growth, size_bytes: Growth, *, quick: bool = False) -> Plan:
@@ -106,7 +106,7 @@ def plan(signature: Signature, gflop: Growth, size_bytes: Growth, *, quick: bool
     Args:
         signature: the inputs.
         gflop: arithmetic of one case.
-        size_bytes: of the inputs and outputs of one case.
+        size_bytes: size of the inputs and outputs of one case.
         quick: try little, whatever it costs.
 
     Every size of the batch dimension is tried with both ends of all others, in every kind of

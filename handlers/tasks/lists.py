@@ -8,7 +8,7 @@ from modelyard.handlers.base import BaseHandler
 from modelyard.handlers.errors import BadInput, InputMismatch
 
 MOST_LISTED = 256
-"""In the list of one request."""
+"""Most things in the list of one request."""
 
 
 class Lists(BaseHandler):

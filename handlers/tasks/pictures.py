@@ -31,7 +31,7 @@ RESAMPLINGS = {
     "box": Image.Resampling.BOX,
     "hamming": Image.Resampling.HAMMING,
 }
-"""In the order of their numbers in Hugging Face's files."""
+"""Resampling filters, in the order of their numbers in Hugging Face's files."""
 
 _FOREIGN_STEPS = (
     *("do_flip_channel_order", "do_pan_scan", "do_image_splitting", "do_thumbnail"),
@@ -70,9 +70,9 @@ class ImageSettings:
     size: tuple[int, int] | None = None
     """(height, width) whatever the proportion; excludes `resize`."""
     mean: tuple[float, ...] = ()
-    """Per channel, subtracted from values in [0, 1]."""
+    """Means of the channels, subtracted from values in [0, 1]."""
     std: tuple[float, ...] = ()
-    """Per channel, divides the difference."""
+    """Standard deviations of the channels, which divide the difference."""
     longest: int | None = None
     """The longer side in pixels at most, after `resize`, which then is not reached."""
     resample: str = "bilinear"
@@ -238,7 +238,7 @@ def open_picture(
 
     Args:
         body: the file.
-        settings: of which mode, and whether it is turned upright.
+        settings: settings with the mode, and whether it is turned upright.
         max_pixels: its limit.
         check: called with the picture's size before it is decoded, to refuse it.
 
@@ -277,7 +277,7 @@ def open_picture(
 
 UPRIGHT = 1
 LYING = (5, 6, 7, 8)
-"""Of EXIF's orientations, those that exchange width and height."""
+"""Orientations of EXIF that exchange width and height."""
 
 
 def _orientation(image: Image.Image) -> int:

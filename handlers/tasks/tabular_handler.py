@@ -59,7 +59,7 @@ class Feature:
 
     @property
     def scale(self) -> float:
-        """By how much the model sees it vary: by 1 where `std` is said, texts by their range."""
+        """Range that the model sees it vary by: 1 where `std` is said, of texts their range."""
         numbers = self.values.values()
         return (max(numbers) - min(numbers)) / self.std if numbers else 1.0
 
@@ -80,7 +80,8 @@ class TabularHandler(Lists, Classifier):
         super().__init__()
         self.features: tuple[Feature, ...] = ()
         self.rows: list[dict[str, Any]] = []
-        """Of the current batch: feature name → the value that was sent, in the features' order."""
+        """Rows of the current batch: feature name → the value that was sent, in the features'
+        order."""
 
     def initialize(self, context: Context) -> None:
         """Load the archive and its `features.json`; refuse what does not fit the model."""

@@ -61,11 +61,11 @@ class TextHandler(Lists, Classifier):
         self.roles: tuple[str, ...] = ()
         """What each input of the model is: ids, mask or types."""
         self.texts: list[tuple[str, ...]] = []
-        """Of the current batch, one for each of `parts` that a request has."""
+        """Texts of the current batch, one for each of `parts` that a request has."""
         self.encodings: list[Any] = []
-        """Of the current batch, one per row of the model's inputs."""
+        """Encodings of the current batch, one per row of the model's inputs."""
         self.owners: list[int] = []
-        """Which request each of `encodings` belongs to."""
+        """Request that each of `encodings` belongs to."""
 
     def initialize(self, context: Context) -> None:
         """Load the archive and its tokenizer.

@@ -22,7 +22,7 @@ class Packed:
 
     path: Path
     name: str
-    """Under which it is served."""
+    """Name under which it is served."""
     version: str
     digest: str
     """SHA-256 of its manifest."""

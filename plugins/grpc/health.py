@@ -25,14 +25,14 @@ OPEN = (f"/{HEALTH}/Check", f"/{HEALTH}/Watch")
 """Probes, which carry no token."""
 SERVING, NOT_SERVING, SERVICE_UNKNOWN = 1, 2, 3
 LOOK_S = 1.0
-"""From one look at the state to the next, for those who watch it."""
+"""Time from one look at the state to the next, for those who watch it."""
 
 
 class Health:
     """The health service.
 
     Args:
-        services: that are served.
+        services: services that are served.
         is_ready: whether calls can be answered now.
     """
 
@@ -79,7 +79,7 @@ class Reflection:
     """Server reflection.
 
     Args:
-        services: that are served.
+        services: services that are served.
     """
 
     def __init__(self, services: Iterable[str]) -> None:

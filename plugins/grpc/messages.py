@@ -29,7 +29,8 @@ REQUEST, RESPONSE = "inference.ModelInferRequest", "inference.ModelInferResponse
 ID, RAW_INPUT, RAW_OUTPUT, INFER_RESPONSE = 3, 7, 6, 2
 """Numbers of fields: of a request and its answer, of a request, of an answer, of a stream's."""
 CACHED_BYTES = 1 << 11
-"""Of what a request or an answer says beside its tensors: what is longer is read each time."""
+"""Most bytes, beside its tensors, of a request or an answer whose reading is cached: what is longer
+is read each time."""
 
 
 class _Contents(NamedTuple):
@@ -37,7 +38,7 @@ class _Contents(NamedTuple):
 
     field: str
     code: str
-    """Of `array`; none for BYTES."""
+    """Type code of `array`; none for BYTES."""
 
 
 CONTENTS: Mapping[str, _Contents] = {
@@ -56,8 +57,8 @@ CONTENTS: Mapping[str, _Contents] = {
 }
 """FP16 and BF16 come raw only."""
 MOST_DIMS, MOST_PARAMETERS, MOST_TEXTS = 32, 256, 200_000
-"""Of one tensor, of one map, of one tensor of BYTES as typed contents: while a request is read here
-nobody else is answered."""
+"""Most dimensions of one tensor, parameters of one map, texts of one tensor of BYTES as typed
+contents: while a request is read here nobody else is answered."""
 _FIELDS = frozenset(each.field for each in CONTENTS.values())
 
 
@@ -166,7 +167,8 @@ def _read(rest: bytes, sizes: tuple[int, ...]) -> Asked:
 
 
 _read_again = lru_cache(256)(_read)
-"""Of one client's requests all but the tensors and the id is the same, most of the time."""
+"""Cache of what is read: all but the tensors and the id of one client's requests is the same, most
+of the time."""
 
 
 def _parameters(given: Any) -> dict[str, Any]:

@@ -45,14 +45,14 @@ CHANGES = (f"/{SERVICE}/RepositoryModelLoad", f"/{SERVICE}/RepositoryModelUnload
 OPEN = (f"/{SERVICE}/ServerLive", f"/{SERVICE}/ServerReady")
 """Probes, which carry no token."""
 ENDS_S = 0.1
-"""Before its deadline a call that is given up counts as late."""
+"""Time before its deadline within which a call that is given up counts as late."""
 
 
 class RpcReply(AwaitedReply):
     """Hands the reply to a call on to the task of its gRPC call.
 
     Args:
-        headers: that the handler finds beside those of a trace, name after value.
+        headers: headers that the handler finds beside those of a trace, name after value.
     """
 
     __slots__ = ("_headers",)
@@ -107,7 +107,7 @@ async def ask(
 
     Args:
         parts: the body.
-        headers: of `RpcReply`.
+        headers: headers of `RpcReply`.
         asked: what a request of tensors says of its rows, time and class.
 
     Raises:

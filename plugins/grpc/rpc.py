@@ -42,8 +42,8 @@ PING_S = 10
 PONG_S = 20
 """A client that does not answer a ping for so long is gone."""
 SLACK_BYTES = 1 << 20
-"""By which a message may be too long for grpcio to hand it on, so that its call is counted and
-logged; one that is longer yet is refused by grpcio, and nobody sees it."""
+"""Bytes by which a message may be too long for grpcio to hand it on, so that its call is counted
+and logged; one that is longer yet is refused by grpcio, and nobody sees it."""
 TEXT_BYTES = 1500
 """Longest text of a status; grpcio's clients refuse trailers of more than 8 KB, each byte may
 become 3."""
@@ -65,7 +65,7 @@ STATUSES: Mapping[int, StatusCode] = {
     503: StatusCode.UNAVAILABLE,
     504: StatusCode.DEADLINE_EXCEEDED,
 }
-"""By HTTP status, as TorchServe's gRPC has them."""
+"""Status of gRPC for each HTTP status, as TorchServe's gRPC has them."""
 HTTP_STATUSES: Mapping[StatusCode, int] = {
     **{code: status for status, code in reversed(list(STATUSES.items()))}, StatusCode.INTERNAL: 500
 }  # fmt: skip
@@ -99,16 +99,16 @@ class Rpc:
     """One call, as a service sees it.
 
     Args:
-        services: that have it.
+        services: services that have it.
         method: full name, `/package.Service/Method`.
-        metadata: of the client.
+        metadata: metadata of the client.
 
     Attributes:
-        id: of the request, the client's own where it has one.
+        id: id of the request, the client's own where it has one.
         headers: the metadata.
         timeout_s: how long the client still waits; infinite where it does not say.
         is_counted: whether it is among the requests of a model, or of none.
-        outcome: of looking for an answer that is kept; empty where none are.
+        outcome: outcome of looking for an answer that is kept; empty where none are.
         sent: bytes of messages so far.
     """
 
@@ -254,7 +254,7 @@ class Services(grpc.GenericRpcHandler):  # type: ignore[misc]
     """Routes calls to the methods of services.
 
     Args:
-        methods: by full name.
+        methods: methods by full name.
         check: the token check; it comes before everything else, with the full name as path.
         budget: counts the messages that the server holds.
         most_bytes: longest message.
@@ -350,9 +350,9 @@ class GrpcServer(Face):
     """grpcio's server on one address, bound but not started.
 
     Args:
-        services: that it serves.
+        services: services that it serves.
         address: where to listen; port 0 lets the system choose.
-        settings: whose limits hold.
+        settings: settings whose limits hold.
         tls: returns certificate and key for the next client, of an address that asks for TLS.
         age_s: after which clients are told to open another connection, and the grace that the
             calls of the old one have.

@@ -101,7 +101,7 @@ class Drift:
     Args:
         drifts: what exposes its metrics.
         explainers: the version's workers that only explain.
-        share: of the predictions that are explained, above 0 and at most 1.
+        share: share of the predictions that are explained, above 0 and at most 1.
         reference: what their shares are compared with.
     """
 

@@ -37,14 +37,14 @@ RATE = 16_000
 SECONDS = 30
 """Longest sound, where the settings say nothing else."""
 MOST_SAMPLES = 50_000_000
-"""Of a file, in all channels: 200 MB as they are decoded."""
+"""Most samples of a file, in all channels: 200 MB as they are decoded."""
 MOST_RATE = 384_000
 
 FILES = {b"RIFF": "WAV", b"fLaC": "FLAC", b"OggS": "OGG"}
 """How files begin that are read."""
 
 FRAMES_PER_SECOND = 50
-"""Of explanations, whose values are summed over frames."""
+"""Frames per second of explanations, whose values are summed over frames."""
 
 _RAW_EXTRACTORS = ("Wav2Vec2FeatureExtractor", "EncodecFeatureExtractor", "")
 """Processors that leave a sound a row of samples."""

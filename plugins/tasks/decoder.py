@@ -110,7 +110,7 @@ class Decoder:
     Args:
         run: the artifact, or the module that it was made of: one tensor per input in, one per
             output out.
-        inputs: of its signature; the ranges of `length` and `past` are kept to.
+        inputs: inputs of its signature; the ranges of `length` and `past` are kept to.
         device: where its tensors must be.
 
     Attributes:

@@ -15,7 +15,7 @@ from modelyard.handlers.tasks.text_handler import TextHandler
 from modelyard.handlers.tasks.vision_handler import VisionHandler
 
 DECIMALS = 8
-"""Of a number in an answer: a component of a unit vector in float32 has no more."""
+"""Decimals of a number in an answer: a component of a unit vector in float32 has no more."""
 
 POOLINGS = ("first", "mean")
 

@@ -24,7 +24,7 @@ MOST_LENGTH = 64
 _DIMS = (["batch", "length"], ["batch", "length"], ["batch", "past"])
 _STEPS = 4
 _PROMPTS = ((3, 1, 4, 1, 5), (9, 2))
-"""Of different length."""
+"""Prompts of different length."""
 
 _OTHERWISE = (
     "it takes a mask, positions or a cache otherwise than most decoders; export it without "
@@ -37,7 +37,7 @@ class WithCache(nn.Module):
     """A decoder that takes its cache as tensors and gives what new tokens add to it.
 
     Args:
-        model: of transformers, with a head that gives logits.
+        model: model of transformers, with a head that gives logits.
         positions: places of the text that the model knows.
     """
 
@@ -100,7 +100,7 @@ def open_decoder(
     """Return the model with its cache as inputs and outputs, its inputs, and what is proven of it.
 
     Args:
-        model: as its checkpoint has it, on the CPU.
+        model: model as its checkpoint has it, on the CPU.
         given: inputs to state otherwise, which gives `batch`, `length` or `past` other ranges.
 
     Raises:

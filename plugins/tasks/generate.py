@@ -48,7 +48,7 @@ class Generate(Steps, BaseHandler):
         self._cache: Cache | None = None
         self._joining: list[_Text] = []
         self._running: list[_Text] = []
-        """In the order of the cache's rows."""
+        """Texts in the order of the cache's rows."""
 
     def initialize(self, context: Context) -> None:
         """Load the archive and its tokenizer.
@@ -208,7 +208,7 @@ class _Text:
         prompt: its tokens.
         limit: the most new tokens.
         form: TEXT or EVENTS where it is streamed, empty for one answer.
-        text: of the tokens so far.
+        text: text of the tokens so far.
         key: what an answer has the text under.
     """
 

@@ -23,7 +23,7 @@ from modelyard.handlers.models.rows import first_output
 from modelyard.plugins.tasks.drawn_answers import DrawnAnswers, colour_of_class
 
 MOST_CLASSES = 256
-"""Of a mask whose pixels are class numbers in a byte."""
+"""Most classes of a mask whose pixels are class numbers in a byte."""
 
 
 class ImageSegmenter(DrawnAnswers):

@@ -27,7 +27,7 @@ from modelyard.handlers.tasks.text_handler import (
 from modelyard.handlers.tasks.vision_handler import VisionHandler
 
 MAX_CHARACTERS = 10_000
-"""Of all texts of a request."""
+"""Most characters of all texts of a request."""
 
 
 class ImageText(VisionHandler):
@@ -48,7 +48,7 @@ class ImageText(VisionHandler):
         self.roles: tuple[str, ...] = ()
         self.is_sigmoid = False
         self.length: Size = MAX_LENGTH
-        """Of a text, in tokens."""
+        """Size of a text, in tokens."""
 
     def initialize(self, context: Context) -> None:
         """Load the archive, its tokenizer and its `handler.image`."""

@@ -300,7 +300,7 @@ class QuestionAnswering(TextHandler):
         Args:
             window: which.
             start: (L,) logits of its tokens.
-            end: as `start`.
+            end: end as `start`.
             inside: (L,) the tokens that may be in the answer; all of the context without it.
 
         Raises:

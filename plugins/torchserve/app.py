@@ -42,7 +42,7 @@ def create_server(dialect: TorchServeSettings, logs: Logs | None, settings: Sett
     Args:
         dialect: settings of the dialect alone.
         logs: what writes the lines of requests and metrics; None writes none.
-        settings: of every server.
+        settings: settings of every server.
 
     Raises:
         StartError: an address cannot be bound, the keys cannot be written, or the metrics

@@ -13,8 +13,8 @@ class Combined:
     """Hands each request to the API that its path belongs to; each checks its own key.
 
     Args:
-        apis: in the order of their addresses; the first answers what is nobody's, and describes
-            the port.
+        apis: APIs in the order of their addresses; the first answers what is nobody's, and
+            describes the port.
     """
 
     def __init__(self, apis: Sequence[Dialect]) -> None:

@@ -60,7 +60,7 @@ PORTS = {
     "management_address": (8081, 8444),
     "metrics_address": (8082, 8445),
 }
-"""Without a port in the address: of http, of https."""
+"""Ports where the address has none: of http, of https."""
 
 FILES = ("certificate_file", "private_key_file", "keystore", "metrics_config")
 
@@ -75,7 +75,7 @@ class Configuration:
     settings: Settings
     dialect: TorchServeSettings
     notices: list[str]
-    """For the log, once there is one."""
+    """Notices for the log, once there is one."""
 
 
 def load_configuration(

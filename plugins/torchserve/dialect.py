@@ -56,11 +56,11 @@ class Dialect:
 
     Args:
         check: the token check.
-        answers: as `dialect_answers` makes them.
+        answers: answers as `dialect_answers` makes them.
         document: the OpenAPI document of its port.
         respond: answers what is not a call, once its body is there.
         owns: whether a path is this API's, where one port carries several.
-        calls: as of `Application`.
+        calls: calls as of `Application`.
         begin: makes calls of requests that say only in the body for which model they are.
         observers: answer the paths that they own beside this API's.
         more: answers a request before all others where it returns True.

@@ -48,7 +48,7 @@ class InferenceApi:
     Args:
         front: where requests begin.
         is_healthy: what `Ping` says.
-        most_bytes: of the chunks that make one answer.
+        most_bytes: most bytes of the chunks that make one answer.
         budget: counts those meanwhile.
     """
 

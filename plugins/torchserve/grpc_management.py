@@ -22,7 +22,7 @@ from modelyard.serve.http.connection import Answer
 PACKAGE = "org.pytorch.serve.grpc.management"
 SERVICE = f"{PACKAGE}.ManagementAPIsService"
 STATUSES = {403: StatusCode.FAILED_PRECONDITION, 409: StatusCode.ALREADY_EXISTS}
-"""By HTTP status, where TorchServe's gRPC says nothing but UNKNOWN."""
+"""Status of gRPC for an HTTP status, where TorchServe's gRPC says nothing but UNKNOWN."""
 
 Respond = Callable[[Rpc, Any], Awaitable[Answer]]
 

@@ -25,22 +25,22 @@ class Api(NamedTuple):
 
     name: str
     methods: Mapping[str, Method]
-    """By full name."""
+    """Methods by full name."""
     check: Check
     """Token check; it is given the full name of the method as path."""
     address: Address
     age_s: tuple[float, float]
-    """Of its connections, and their grace."""
+    """Age at which its connections end, and their grace."""
 
 
 class GrpcFace(Face):
     """The addresses of gRPC, bound.
 
     Args:
-        apis: of which those with equal addresses share one.
+        apis: APIs, of which those with equal addresses share a server.
         is_ready: whether calls can be answered now.
         budget: counts the messages that the server holds.
-        settings: whose limits hold.
+        settings: settings whose limits hold.
         tls: returns certificate and key, for addresses with TLS.
         access: called with each call, for an access log.
     """

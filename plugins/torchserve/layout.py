@@ -51,7 +51,7 @@ FINEST = ("%S", "%M", "%H", "%d", "%m", "%Y")
 
 
 _FRACTION = re.compile("\x01+")
-"""Of a second, in what `strftime` has written: one mark for each digit."""
+"""Fraction of a second, in what `strftime` has written: one mark for each digit."""
 Warn = Callable[[str], None]
 
 
@@ -156,7 +156,7 @@ class Layout:
     """A pattern.
 
     Args:
-        pattern: as log4j has it.
+        pattern: pattern as log4j has it.
         warn: called with what of the pattern is not followed.
     """
 

@@ -41,7 +41,7 @@ class Rolling:
     period: str | None = "%d"
     """Field of `layout.FINEST` whose change ends a file: %d each day, %H each hour."""
     pattern: str | None = None
-    """Of the name, with %d{date} and %i; None adds .1 for the newest, .2 …"""
+    """Pattern of the name, with %d{date} and %i; None adds .1 for the newest, .2 …"""
     keep: int = FILES_KEPT
     newest_first: bool = False
     """Whether %i is 1 for the newest file; else it is the highest."""
@@ -78,7 +78,7 @@ class LogConfig:
 
     appenders: Mapping[str, Appender]
     loggers: Mapping[str, LoggerRule]
-    """By name; the root is ""."""
+    """Rules of loggers by name; the root is ""."""
 
     def level(self, name: str) -> int:
         """Return the least level of records that somebody gets."""

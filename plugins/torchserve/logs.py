@@ -29,10 +29,11 @@ _model_log = logging.getLogger(MODEL_LOG)
 MOST_WAITING = 100_000
 """Records that wait to be written, some 30 MB; more are dropped."""
 GATHER_S = 0.1
-"""From one time that records are written to the next: a thread that is woken for each takes more
-from the event loop than the lines cost."""
+"""Time from one writing of records to the next: a thread that is woken for each takes
+more from the event loop than the lines cost."""
 SOON_S = 0.005
-"""After a pause, from the first record to when it is written, with what else its request logs."""
+"""Time after a pause from the first record to when it is written, with what else its request
+logs."""
 AT_ONCE = 256
 """Records that are made into lines in one go, a third of a millisecond during which the event loop
 may have to wait."""
@@ -42,7 +43,7 @@ costs is what stands around it, made once for each time."""
 MOST_SOURCES = 1000
 CLOSE_TIMEOUT_S = 2.0
 CHUNK_BYTES = 8192
-"""Of a worker's output are taken at once, and are one record."""
+"""Bytes of a worker's output that are taken at once, and are one record."""
 
 Form = Callable[..., Sequence[str]]
 """Called in the thread that writes, with a record's second and values; returns its messages."""
@@ -53,7 +54,7 @@ class Source:
 
     def __init__(self, said: Said, sinks: Sequence[tuple[Layout, Buffer]]) -> None:
         self.messages: list[str] = []
-        """Of the time that is being written."""
+        """Messages of the time that is being written."""
         self.together_ms = 1
         """Milliseconds whose records show the time of the first."""
         self._targets: list[tuple[Around, list[Buffer]]] = []
@@ -105,7 +106,7 @@ def access_line(second: int, answered: Answered) -> Sequence[str]:
     """Return the line of one answer; none for a client that left before it.
 
     Args:
-        second: of the answer.
+        second: second of the answer.
     """
     if answered.status == LEFT:
         return ()
@@ -148,7 +149,7 @@ class Logs(logging.Handler):
 
     def start(self) -> None:
         """Take over what this process logs."""
-        logging.raiseExceptions = False  # a terminal that has gone is no reason for a traceback
+        logging.raiseExceptions = False  # a terminal that has gone is not worth a traceback
         root = logging.getLogger()
         root.handlers = [self]
         for name in ("", MODEL_LOG, OWN_LOGGER, *self._config.loggers):
@@ -307,7 +308,7 @@ class WorkerPipes:
     """The two pipes of a worker's output.
 
     Args:
-        worker: as in `W-9000-echo_1.0`.
+        worker: worker as in `W-9000-echo_1.0`.
     """
 
     def __init__(self, worker: str) -> None:

@@ -246,7 +246,7 @@ class TorchServeManagement:
         """Ask the handler too; an answer that is not an object counts as none.
 
         Args:
-            head: of the request, as `pack_head` makes it.
+            head: head of the request, as `pack_head` makes it.
         """
         model = self._get(name, version)
         future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()

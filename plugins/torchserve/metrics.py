@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 DEFAULT_CONFIG = Path(__file__).with_name("metrics.yaml")
 LEGACY = ("ts_inference_requests_total", "ts_inference_latency_microseconds",
           "ts_queue_latency_microseconds")  # fmt: skip
-"""In `legacy` mode these are Prometheus metrics and all others are logged."""
+"""Metrics that are Prometheus' in `legacy` mode, in which all others are logged."""
 MEGABYTE, GIGABYTE = 1 << 20, 1 << 30
 CPU_SAMPLE_S = 0.2
 SMI_TIMEOUT_S = 10
@@ -63,7 +63,7 @@ class TorchServeMetrics:
     """The metrics of one server in TorchServe's dialect.
 
     Args:
-        settings: of the dialect.
+        settings: settings of the dialect.
         logs: where lines go; None writes none.
 
     Raises:
@@ -73,7 +73,7 @@ class TorchServeMetrics:
     def __init__(self, settings: TorchServeSettings, logs: Logs | None = None) -> None:
         config = read_config(settings.metrics_config or DEFAULT_CONFIG)
         self.model_metrics: dict[str, Any] = config.get("model_metrics") or {}
-        """As the configuration declares them, for the workers."""
+        """Metrics as the configuration declares them, for the workers."""
         self.auto_detect = settings.model_metrics_auto_detect
         self.mode = settings.metrics_mode
         self.is_alone = self.mode == "log"

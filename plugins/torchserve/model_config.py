@@ -16,7 +16,7 @@ from modelyard.serve.settings import Settings
 logger = logging.getLogger(__name__)
 
 RETRY_S = 300
-"""In which a worker that fails may come back."""
+"""Time in which a worker that fails may come back."""
 LAUNCHED_TYPES = ("pp", "tp", "pptp")
 """Parallel types whose workers torchrun starts."""
 PARALLEL_TYPES = {name: name for name in (*LAUNCHED_TYPES, "custom")}

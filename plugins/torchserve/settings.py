@@ -17,17 +17,17 @@ class TorchServeSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
     directory: Path
-    """Where the command was given: key_file.json is written here."""
+    """Folder in which the command was given: key_file.json is written here."""
     config_file: Path | None = None
     inference_address: Address = Address(port=8080)
     management_address: Address = Address(port=8081)
     metrics_address: Address = Address(port=8082)
     """Equal addresses share one listener."""
     grpc_inference_address: str = "127.0.0.1"
-    """Where gRPC is listened to as well; the addresses above speak it, too."""
+    """Further host for gRPC; the addresses above speak it, too."""
     grpc_inference_port: int = Field(default=7070, ge=0, le=65535)
     grpc_inference_max_connection_age_ms: int | None = None
-    """After which clients are told to open another connection; then the calls that they have end
+    """Age at which clients are told to open another connection; then the calls that they have end
     within the grace."""
     grpc_inference_max_connection_age_grace_ms: int | None = None
     grpc_management_address: str = "127.0.0.1"
@@ -42,11 +42,12 @@ class TorchServeSettings(BaseModel):
     keystore: Path | None = None
     """PKCS12; certificate and key in one file."""
     keystore_pass: str = "changeit"
-    """Without files of either kind the server makes a certificate that it signs itself."""
+    """Password of the keystore. Without files of either kind the server makes a certificate that it
+    signs itself."""
     enable_model_api: bool = False
+    """Whether models may be registered and unregistered while serving."""
     strict_start: bool = False
     """Not TorchServe's: whether a start is as of our own server, see `Policy.is_strict`."""
-    """Whether models may be registered and unregistered while serving."""
     disable_token_authorization: bool | None = None
     """True: no tokens; False: everywhere; None, not said: inference open on loopback only."""
     token_expiration_min: float = Field(default=60, gt=0)
@@ -63,7 +64,7 @@ class TorchServeSettings(BaseModel):
     model_snapshot: dict[str, Any] | None = None
     """What to load (JSON); KServe configures TorchServe by it."""
     snapshot_dir: Path | None = None
-    """Where a snapshot is written after each change; None writes none."""
+    """Folder that a snapshot is written to after each change; None writes none."""
     properties: dict[str, str] = {}
     """Every key that was set, as it was written: what a snapshot keeps."""
     decode_input_request: bool = True

@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # what reads snapshots at the start does without all that
 logger = logging.getLogger(__name__)
 
 SNAPSHOT_FOLDER = "config"
-"""In the folder of the logs."""
+"""Folder of snapshots, in that of the logs."""
 NAME = re.compile(r"\d{17}-(startup|snapshot|shutdown)\.cfg")
 KEYS = ("name", "modelCount", "created", "models")
 """What TorchServe writes in a `model_snapshot`."""

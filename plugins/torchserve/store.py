@@ -18,7 +18,7 @@ from modelyard.serve.errors import FileNotInStore, StartError
 
 TORCHSERVE_SUFFIXES = (*SUFFIXES, ".model")
 MAX_QUOTED_NAME = 200
-"""Of a file name's 255 bytes, in which logs and unpacked files carry the model's name."""
+"""Most of a file name's 255 bytes that the model's name takes, in logs and unpacked files."""
 
 
 def find_as_torchserve(store: Path, location: str) -> Path:

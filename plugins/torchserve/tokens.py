@@ -61,7 +61,7 @@ class Tokens:
         """Return the check that an API makes before it looks at a request.
 
         Args:
-            name: of the key that opens the API.
+            name: name of the key that opens the API.
             open_paths: paths that need none.
             is_needed: False lets requests without a token in; one that is shown must be right.
         """

@@ -35,7 +35,7 @@ def add_docs(api: FastAPI, name: str, ports: Mapping[str, int]) -> None:
     """Serve `/docs` and `/openapi.json` of an API.
 
     Args:
-        name: of the API, as in `ports`.
+        name: name of the API, as in `ports`.
         ports: where all of them listen, for links from one to the other.
     """
     document = _document(api)

@@ -314,7 +314,8 @@ _ROWS = re.compile(rb'"shape"\s*:\s*\[\s*(\d{1,9})\s*[],]')
 _TIMEOUT = re.compile(rb'"parameters"\s*:\s*\{[^{}]*"timeout"\s*:\s*(\d{1,15})\s*[,}]')
 _PRIORITY = re.compile(rb'"parameters"\s*:\s*\{[^{}]*"priority"\s*:\s*(\d{1,15})\s*[,}]')
 LOOKED_AT_BYTES = 1 << 16
-"""Of a body, for its rows, its time and its class: the worker reads all of it."""
+"""Bytes of a body that are looked at for its rows, its time and its class: the worker reads all of
+it."""
 
 
 def put_tensors(
@@ -343,7 +344,8 @@ def put_tensors(
 
 
 COUNTED_BYTES = 1 << 14
-"""Of a body of instances that are counted one by one, which takes the server half a millisecond."""
+"""Bytes of a body whose instances are counted one by one, which takes the server half a
+millisecond."""
 _FIRST = re.compile(rb'"instances"\s*:\s*\[\s*')
 _DECODER = json.JSONDecoder()
 

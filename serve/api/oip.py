@@ -175,7 +175,7 @@ def asks_for_ready(body: bytes) -> bool:
     """Return whether a request for the repository's index wants only what is ready.
 
     Raises:
-        BadRequest: it is no such request.
+        BadRequest: it is not such a request.
     """
     ready = _object(body).get("ready")
     if ready is not None and not isinstance(ready, bool):
@@ -187,7 +187,7 @@ def refuse_overrides(body: bytes) -> None:
     """Refuse what a request to load a model would have otherwise than its archive.
 
     Raises:
-        BadRequest: it is no such request, or has parameters.
+        BadRequest: it is not such a request, or has parameters.
     """
     parameters = _object(body).get("parameters") or {}
     if not isinstance(parameters, dict) or parameters:

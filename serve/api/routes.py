@@ -34,7 +34,7 @@ class Routes:
     """A FastAPI application whose errors are our JSON.
 
     Args:
-        description: for the documentation.
+        description: description for the documentation.
         answers: shared with the `Application` in front.
     """
 

@@ -68,8 +68,8 @@ def body_and_answer(
     """Return what a prediction takes, by media type, and what it answers.
 
     Args:
-        handler: as the manifest names it.
-        signature: of the artifact, where it is known.
+        handler: handler as the manifest names it.
+        signature: signature of the artifact, where it is known.
     """
     if handler == "base_handler" and signature is not None and signature.inputs:
         return {"application/json": _rows(signature.inputs)}, _rows(signature.outputs)

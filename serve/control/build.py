@@ -50,7 +50,8 @@ STEPS = "generate"
 EXPLAINERS_NICENESS = 10
 """An explanation takes seconds of a core; predictions on the same core go first."""
 OUR_HANDLERS = frozenset(builtin_handlers()) - {"text_classifier"}
-"""Of the built-in ones; the other is a dialect's, and knows none of our options."""
+"""Handlers among the built-in ones that are ours; the other is a dialect's, and knows none of our
+options."""
 
 
 def admit(
@@ -131,7 +132,8 @@ class Builder:
             spec: what the caller said.
             config: how it is run.
             is_fetched: whether its file came from elsewhere.
-            metrics: of the version in whose place this one comes; `expose` then connects them.
+            metrics: metrics of the version in whose place this one comes; `expose` then connects
+                them.
 
         Raises:
             ArchiveError, BadRequest: it cannot be served.

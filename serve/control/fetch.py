@@ -50,9 +50,9 @@ class Limits:
     size_bytes: int = 32 << 30
     total_s: float = 3600
     silence_s: float = 30
-    """Without a byte."""
+    """Longest time without a byte."""
     bytes_per_s: int = 10_000
-    """On average, after `silence_s`; slower is given up."""
+    """Least speed on average, after `silence_s`; a slower fetch is given up."""
     hops: int = 5
     """Redirects that are followed."""
 
@@ -179,8 +179,8 @@ def fetch_archive(
     left as it was. Blocking.
 
     Args:
-        name: of its file there; None takes the URL's last part.
-        digest: that the archive must have.
+        name: name of its file there; None takes the URL's last part.
+        digest: digest that the archive must have.
 
     Raises:
         UrlRefused, FetchFailed, FileExists, ArchiveError.

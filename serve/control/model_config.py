@@ -40,7 +40,7 @@ class Options:
     handler: str | None = None
     runtime: str | None = None
     comes_first: bool = False
-    """Before the archive in everything, as what a snapshot says."""
+    """Whether it goes before the archive in everything, as what a snapshot says."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class ModelSpec:
     """A model version that is to be served: a call of the register API, or a line of the state."""
 
     location: str
-    """As the caller wrote it: a file of the store, or a URL."""
+    """Location as the caller wrote it: a file of the store, or a URL."""
     name: str | None = None
     """None takes the manifest's."""
     workers: int | None = None
@@ -61,7 +61,7 @@ class ModelSpec:
     digest: str | None = None
     """Digest of the archive that was served last; another one is not what is to be restored."""
     is_saved: bool = True
-    """As of a `ModelVersion`."""
+    """Whether the next start serves it, as of a `ModelVersion`."""
     niceness: int = 0
     """Niceness of its workers."""
 
@@ -81,11 +81,11 @@ class ModelConfig:
     queue_size: int
     """Requests that may wait [jobQueueSize]."""
     request_timeout_s: float
-    """From arrival to answer [clientTimeoutInMills]."""
+    """Time from arrival to answer [clientTimeoutInMills]."""
     response_timeout_s: float
-    """For one batch in a worker [responseTimeout, seconds]."""
+    """Time for one batch in a worker [responseTimeout, seconds]."""
     startup_timeout_s: float
-    """To load [startupTimeout, seconds]."""
+    """Time to load [startupTimeout, seconds]."""
     device: str
     """auto, cpu, cuda or cuda:N [deviceType: cpu | gpu]."""
     retry: bool
@@ -125,7 +125,7 @@ class ModelConfig:
     """Whether an answer is given again to the same request. The operator's alone to say
     [cacheAnswers]."""
     ignored_headers: tuple[str, ...] = ()
-    """That say nothing to an author's handler, when a request is compared with others
+    """Headers that say nothing to an author's handler, when a request is compared with others
     [cacheIgnores]."""
     artifact: str = ""
     """What predicts in place of the artifact that the manifest names, as the settings say it of
@@ -158,7 +158,7 @@ def load_model_config(
 
     Args:
         options: what the caller said; batch size and delay stand before the file.
-        name: under which the archive is registered.
+        name: name under which the archive is registered.
 
     Raises:
         BadModelConfig: the file is missing or not a YAML mapping, a value has the wrong type, or

@@ -90,8 +90,8 @@ class Lifecycle:
         """Serve a model version; the store and all else are as before when that fails.
 
         Args:
-            allocator: at a start, of all its models.
-            waits: for its workers to be ready.
+            allocator: allocator at a start, of all its models.
+            waits: whether to wait for its workers to be ready.
             saves: whether the change is remembered.
             check: called with the archive before anything else; what it raises ends this.
 

@@ -36,7 +36,7 @@ class ModelVersion:
     file: str
     """Name of the archive in the model store."""
     url: str
-    """As it was registered; the file's name unless it was fetched."""
+    """URL as it was registered; the file's name unless it was fetched."""
     digest: str
     """SHA-256 that names the archive's content."""
     manifest: dict[str, Any] | None
@@ -46,10 +46,10 @@ class ModelVersion:
     """What the caller said."""
     config: ModelConfig
     folder: Path
-    """Where the archive is unpacked."""
+    """Folder that the archive is unpacked in."""
     pool: Pool
     batchers: tuple[Batcher, Batcher]
-    """For predictions and explanations."""
+    """Batchers for predictions and explanations."""
     metrics: VersionMetrics
     kept: VersionAnswers | None = None
     """Its answers that are kept; None where none are."""

@@ -38,7 +38,7 @@ class Reloader:
     """Watches folders, and replaces the versions that their files belong to.
 
     Args:
-        lifecycle: of the server.
+        lifecycle: lifecycle of the server.
         folders: to watch.
     """
 

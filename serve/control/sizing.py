@@ -29,7 +29,7 @@ class Machine:
     """What this process may use of the machine."""
 
     cores: int
-    """That may be kept busy at once, at least 1."""
+    """Cores that may be kept busy at once, at least 1."""
     gpus: int
     """CUDA devices that a worker would see."""
     limit: str = ""
@@ -220,7 +220,7 @@ def this_machine() -> Machine:
 
 
 def cpu_quota(cgroups: Path = CGROUPS, own: Path = OWN_CGROUPS) -> float | None:
-    """Return the cores that the control groups of this process allow it; None is no limit.
+    """Return the cores that the control groups of this process allow it; None sets no limit.
 
     The least of the group and all above it, of version 2 (`cpu.max`) and version 1
     (`cpu.cfs_quota_us`).

@@ -126,7 +126,7 @@ class StateDir:
 
 
 _OF_A_SERVER = {"pid", "inference", "management", "metrics", "log", "started", "drain_timeout_s"}
-"""Without one of which a server's file is damaged."""
+"""Keys without one of which a server's file is damaged."""
 
 
 def describe_running(server: dict[str, Any] | None) -> str:

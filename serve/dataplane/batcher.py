@@ -26,12 +26,12 @@ from modelyard.serve.errors import DeadlinePassed, QueueFull, TooLate, Unavailab
 POLL_AFTER_S = 0.005
 """A job that waited longer is checked for a client that has left before it is handed over."""
 BURST_GAP_S = 0.05
-"""From one job of a burst to the next: above what clients that start together need, however busy
-their machine is."""
+"""Longest gap from one job of a burst to the next: above what clients that start together need,
+however busy their machine is."""
 LOOKED_AT = 256
 """Jobs of a class whose clients are looked at in one go, half a millisecond of work."""
 LOOK_AGAIN_S = 0.02
-"""From one look to the next, so that a flood of refusals costs little."""
+"""Time from one look to the next, so that a flood of refusals costs little."""
 
 
 class Batcher:
@@ -44,8 +44,9 @@ class Batcher:
         gathers_bursts: whether only a burst waits, the first after at least the delay without work.
             Once that was in vain no job of this queue waits again.
         needs_ticket: whether a job is taken only while a replica is idle.
-        call_bytes: of `lengths.CALL_BYTES`, for batches of like length; None takes jobs in order.
-        shares: of the classes of requests, as `Classes` has them.
+        call_bytes: value of `lengths.CALL_BYTES`, for batches of like length; None takes jobs in
+            order.
+        shares: shares of the classes of requests, as `Classes` has them.
     """
 
     def __init__(
@@ -134,10 +135,10 @@ class Batcher:
 
         Args:
             timeout_s: within which it must be answered.
-            must_fit: of a `Call`.
-            now: of `time.monotonic()`.
+            must_fit: `must_fit` of a `Call`.
+            now: time of `time.monotonic()`.
             waited_s: how much of that time has passed.
-            rows: of the job; an empty queue takes one of any number.
+            rows: rows of the job; an empty queue takes one of any number.
             priority: its class; each has as many places.
 
         Raises:

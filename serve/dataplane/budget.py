@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 DEFAULT_BYTES = 256 << 20
 DEFAULT_BODY_BYTES = 1 << 30
-"""As the settings have them."""
+"""Budgets as the settings have them by default."""
 
 
 class AnswerBudget:
@@ -23,8 +23,8 @@ class AnswerBudget:
     adds to them beyond the limit is refused.
 
     Args:
-        limit: of all bytes held.
-        body_limit: of all bodies.
+        limit: limit of all bytes held.
+        body_limit: limit of all bodies.
     """
 
     def __init__(self, limit: int = DEFAULT_BYTES, body_limit: int = DEFAULT_BODY_BYTES) -> None:

@@ -37,8 +37,8 @@ TRAVEL_HEADERS = frozenset(
 )  # fmt: skip
 """What says how a request travels, and not what is asked: it counts for no handler."""
 MOST_HASHED_BYTES = 1 << 20
-"""Of a body, and of an answer: longer ones would hold up all others for more than a millisecond or
-two."""
+"""Most bytes of a body, and of an answer, that are hashed: longer ones would hold up all others for
+more than a millisecond or two."""
 ENTRY_BYTES = 768
 """What keeping an answer takes beside its body and its headers: 530 to 660 were measured."""
 HIT, MISS, JOINED, BYPASS = LOOKUPS
@@ -54,7 +54,7 @@ class Kept(NamedTuple):
     tag: bytes
     """Its ETag: of the same bytes always the same one, whichever version gave them."""
     expires_at: float
-    """When it ends to hold, of `time.monotonic()`, as its handler says."""
+    """Time of `time.monotonic()` when it ends to hold, as its handler says."""
 
     @property
     def size_bytes(self) -> int:
@@ -66,7 +66,7 @@ class AnswerStore:
     """The kept answers of one server; where there are too many, those used longest ago go.
 
     Args:
-        limit: of the memory that they take together.
+        limit: limit of the memory that they take together.
     """
 
     def __init__(self, limit: int) -> None:
@@ -116,7 +116,7 @@ class VersionAnswers:
     """The kept answers of one model version.
 
     Args:
-        store: of the server.
+        store: store of the server.
         is_ours: whether its handler is one of ours, for which only `OUR_HEADERS` count. For others
             all headers do, but for `TRAVEL_HEADERS` and those ignored.
         ignored: names of headers, in lower case.

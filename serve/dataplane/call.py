@@ -138,7 +138,7 @@ class Note(NamedTuple):
     outcome: str
     """`hit`, `miss`, `joined` or `bypass`."""
     headers: tuple[tuple[bytes, bytes], ...]
-    """That the answer has beside its own."""
+    """Headers that the answer has beside its own."""
 
 
 class Reply(NamedTuple):
@@ -211,10 +211,10 @@ class Queue(Protocol):
 
         Args:
             timeout_s: its time.
-            must_fit: of a `Call`.
-            now: of `time.monotonic()`.
+            must_fit: `must_fit` of a `Call`.
+            now: time of `time.monotonic()`.
             waited_s: how much of its time has passed.
-            rows: that it has.
+            rows: rows that it has.
             priority: its class.
 
         Raises:
@@ -260,13 +260,13 @@ class Call:
     Args:
         model: what answers.
         kind: PREDICT or EXPLAIN.
-        head: of the request, packed as `worker.codec` reads it.
+        head: head of the request, packed as `worker.codec` reads it.
         sink: where the reply goes.
         timeout_s: how long the client waits; the model's own limit holds too.
         has_left: returns whether the client has left; None where there is none.
-        flags: of `wire`, beside what the kind says.
+        flags: flags of `wire`, beside what the kind says.
         must_fit: whether it is refused as soon as its answer cannot be expected by the deadline.
-        trace: of the request, where it is sampled.
+        trace: trace of the request, where it is sampled.
         priority: its class.
     """
 
@@ -293,10 +293,10 @@ class Call:
     parts: Sequence[Buffer]
     """The body as it arrived."""
     queued_at: float
-    """When the body was whole, by `time.monotonic()`; the loop's clock counts milliseconds."""
+    """Time of `time.monotonic()` when the body was whole; the loop's clock counts milliseconds."""
     deadline: float
     taken_at: float
-    """When a worker got it, last."""
+    """Time when a worker got it, last."""
 
     def __init__(
         self,
@@ -325,7 +325,7 @@ class Call:
         self.rows = 1
         """Rows that it fills of a batch; known when the body is there."""
         self.lookup: Lookup | None = None
-        """Where answers are kept."""
+        """Lookup in the cache of answers."""
         self.stream: Stream | None = None
         """Once the first chunk of its answer has come."""
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from time import monotonic
 
 STOOD_STILL_S = 0.5
-"""From tick to tick, when this process stood still; of each such time that much counts."""
+"""Time from tick to tick above which this process stood still; of each such time that much
+counts."""
 
 
 class Clock:
@@ -40,7 +41,7 @@ class Clock:
         """Return for how long of that time this process stood still last.
 
         Args:
-            since: of `time.monotonic()`, as is `now`.
+            since: time of `time.monotonic()`, as is `now`.
         """
         until, last_s = self._stood_until, self._stood_last_s
         if now > self._ticked_at + STOOD_STILL_S:  # it is told before the next tick, too

@@ -35,9 +35,9 @@ class Family:
     """One metric: a value for each combination of its labels' values.
 
     Args:
-        name: as it is exposed.
+        name: name as it is exposed.
         kind: counter, gauge or histogram.
-        unit: for the HELP line.
+        unit: unit for the HELP line.
         labels: their names, in the order in which they are exposed.
     """
 

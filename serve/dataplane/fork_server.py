@@ -27,7 +27,7 @@ from modelyard.serve.dataplane.process import Backoff, ChildProcess, expect, spa
 logger = logging.getLogger(__name__)
 
 REPLY_S = 120.0
-"""For the imports and the fork; one that takes longer is replaced."""
+"""Time for the imports and the fork; one that takes longer is replaced."""
 EXIT_GRACE_S = 2.0
 MAX_REPLY_BYTES = 1 << 16
 
@@ -74,7 +74,7 @@ class ForkServer:
             preload: what is imported before.
             environment: all of the worker's variables.
             descriptors: its socket, standard output and standard error.
-            niceness: as `ChildProcess` takes it.
+            niceness: niceness as `ChildProcess` takes it.
         """
         request = {**asdict(preload), "environment": environment}
         reply: asyncio.Future[ChildProcess | None] = asyncio.get_running_loop().create_future()
@@ -204,7 +204,7 @@ async def start_process(
         preload: what is imported before; None starts it afresh.
         environment: all of its variables.
         descriptors: its socket, standard output and standard error.
-        niceness: as `ChildProcess` takes it.
+        niceness: niceness as `ChildProcess` takes it.
 
     Raises:
         OSError: it cannot be started.

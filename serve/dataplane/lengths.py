@@ -35,9 +35,9 @@ def choose_alike(lengths: Sequence[int], size: int, call_bytes: int) -> list[int
     first are.
 
     Args:
-        lengths: of the requests' bodies in bytes, the oldest first; at least one.
+        lengths: lengths of the requests' bodies in bytes, the oldest first; at least one.
         size: the largest batch.
-        call_bytes: of `CALL_BYTES`.
+        call_bytes: value of `CALL_BYTES`.
 
     Returns:
         Places in `lengths`, ascending, 0 among them.
@@ -74,7 +74,8 @@ def take_batch(
     Args:
         waiting: what has arrived, at least one.
         size: the largest batch, in rows; an item that has more comes alone.
-        call_bytes: of `lengths.CALL_BYTES`, for items of like length; None takes them in order.
+        call_bytes: value of `lengths.CALL_BYTES`, for items of like length; None takes them in
+            order.
     """
     first = waiting.popleft()
     batch = [first]

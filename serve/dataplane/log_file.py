@@ -154,9 +154,9 @@ class Pipe:
 
     Args:
         take: called with what comes, and with nothing at its end.
-        gather_s: from a read of less than a pipe holds to the next one: to be woken for each line
-            takes more of the event loop than the line is worth.
-        read_bytes: of one read.
+        gather_s: time from a read of less than a pipe holds to the next one: to be woken for each
+            line takes more of the event loop than the line is worth.
+        read_bytes: bytes of one read.
     """
 
     def __init__(

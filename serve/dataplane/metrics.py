@@ -43,7 +43,7 @@ SECONDS = (
     *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
     *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
 )
-"""From the smallest models' answers to the longest time that a request has by default."""
+"""Bounds from the smallest models' answers to the longest time that a request has by default."""
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
@@ -91,10 +91,10 @@ class Histograms(Collector):
     """A histogram for each combination of its labels' values; used on one thread.
 
     Args:
-        name: as it is exposed.
-        text: for the HELP line.
+        name: name as it is exposed.
+        text: text for the HELP line.
         labels: their names.
-        bounds: of the buckets, rising; one for all that is larger is added.
+        bounds: bounds of the buckets, rising; one for all that is larger is added.
         registry: what exposes it.
     """
 

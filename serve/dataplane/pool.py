@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 GIVE_UP_AFTER = 5
 """Failed loads in a row, with no worker ready, after which waiting requests are refused."""
 RETRY_AFTER_S = 5
-"""When clients are told to come back, if no worker could be started: what is killed while it loads
-is started again no later, for memory that was short may be there again."""
+"""Time after which clients are told to come back, if no worker could be started: what is killed
+while it loads is started again no later, for memory that was short may be there again."""
 SWEEP_EVERY_S = 0.1
 NEWEST_SHARE = 0.1
 """Weight of the newest batch in the running means."""
@@ -46,7 +46,7 @@ class ReplicaSlot:
     """A place for one worker, refilled when the worker dies."""
 
     number: int
-    """From 1 up within its model version."""
+    """Number from 1 up within its model version."""
     id: int = field(default_factory=_ids.__next__)
     """Unique in this server and the same for every worker in this slot."""
     task: asyncio.Task[None] | None = None
@@ -82,8 +82,9 @@ class Pool:
         self._batch_s = [0.0, 0.0]
         self._batch_jobs = [1.0, 1.0]
         self.own_job_s = 0.0
-        """Of a prediction, as workers say it: without the time that its answer lay here unread. By
-        what the server sees, one that is late would take workers for slow, and have them wait."""
+        """Time of a prediction, as workers say it: without the time that its answer lay here
+        unread. By what the server sees, one that is late would take workers for slow, and have them
+        wait."""
         self.worked_s = 0.0
         """Time of all its workers in batches that have ended, by the clock."""
         self._failures = 0
@@ -115,7 +116,7 @@ class Pool:
 
         Args:
             least: how many to start.
-            drain_timeout_s: for surplus ones to answer what they hold.
+            drain_timeout_s: time for surplus ones to answer what they hold.
             most: how many may stay; None takes `least`.
             wait: False returns at once; new workers that cannot load are tried again.
 
@@ -388,10 +389,10 @@ class Pool:
         """Take note of one batch: its size and how long the worker was busy with it.
 
         Args:
-            kind: of its jobs.
+            kind: kind of its jobs.
             jobs: how many.
             seconds: until its answers were read here.
-            own_s: as the worker says it; 0 where it does not.
+            own_s: time as the worker says it; 0 where it does not.
         """
         if kind == PREDICT:
             newest = NEWEST_SHARE if self.own_job_s else 1

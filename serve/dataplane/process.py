@@ -26,7 +26,7 @@ class ChildProcess:
     """A child of this process, in a session of its own, which the running event loop watches.
 
     Args:
-        pid: of a child that nobody else waits for.
+        pid: id of a child that nobody else waits for.
         niceness: 0 to 19, the higher the sooner other processes go first.
 
     Raises:
@@ -102,7 +102,7 @@ def spawn(
         environment: all of its variables.
         stdout, stderr: descriptors; the caller closes its own copies.
         pass_fds: further descriptors that the process keeps.
-        niceness: as a `ChildProcess` takes it.
+        niceness: niceness as a `ChildProcess` takes it.
 
     Raises:
         OSError: it cannot be started.
@@ -130,7 +130,7 @@ class Orphans:
     """
 
     SWEEP_EVERY_S = 1.0
-    """For a worker that has renounced: at its end they are looked for without waiting."""
+    """Time between two looks for orphans; at a worker's end they are looked for without waiting."""
     LAST_LOOKS = 100
 
     def __init__(self) -> None:
@@ -185,7 +185,7 @@ def expect(count: int) -> None:
     """Leave unknown children alone while others fork some for this process.
 
     Args:
-        count: of those to come, negative once they are known, or will not come.
+        count: number of those to come, negative once they are known, or will not come.
     """
     global _expected
     _expected += count

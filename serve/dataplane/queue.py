@@ -25,7 +25,7 @@ HURRIED_S = 5.0
 """A time that is longer counts as this long when jobs are put in order: nobody is overtaken for
 longer than that, however little time others have."""
 RATE_OVER_S = 3.0
-"""Over which the rows that come of a class are averaged, with falling weight."""
+"""Time over which the rows that come of a class are averaged, with falling weight."""
 
 EXPECTED_SHARE = 0.75
 """Share of a job's time that its answer may be expected to take: half of all answers take longer
@@ -82,9 +82,9 @@ class Line(deque[Call]):
 
         Args:
             priority: class of the job.
-            arrived_at: of `time.monotonic()`.
+            arrived_at: time of `time.monotonic()`.
             timeout_s: the job's time.
-            rows: of the job.
+            rows: rows of the job.
         """
         before = self.rows + rows - 1
         if timeout_s < HURRIED_S:
@@ -292,7 +292,7 @@ class Admission:
         """Return by how many seconds an answer is expected too late; negative: in time.
 
         Args:
-            timeout_s: of the job that comes.
+            timeout_s: time of the job that comes.
             queued: how many are before it.
             waited_s: how much of its time has passed.
         """

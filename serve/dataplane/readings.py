@@ -16,8 +16,8 @@ class Readings(Collector):
 
     Args:
         kind: which of the two.
-        name: as it is exposed; of a counter without its `_total`.
-        text: for the HELP line.
+        name: name as it is exposed; of a counter without its `_total`.
+        text: text for the HELP line.
         labels: their names.
         registry: what exposes it.
     """

@@ -28,7 +28,7 @@ PARENT, STATE = b"traceparent", b"tracestate"
 """Headers of the W3C's Trace Context, https://www.w3.org/TR/trace-context/."""
 MOST_STATE_BYTES = 512
 CLOSE_S = 2.0
-"""For the last spans to leave, when the server ends."""
+"""Time for the last spans to leave, when the server ends."""
 DEFAULT_SAMPLER, DEFAULT_SHARE = "parentbased_traceidratio", 0.01
 SAMPLERS: Mapping[str, tuple[bool, float | None]] = {
     "always_on": (False, 1.0),
@@ -147,10 +147,10 @@ class Trace:
     """The spans of one request that is sampled.
 
     Args:
-        tracer: of OpenTelemetry.
-        span: of the whole request.
+        tracer: tracer of OpenTelemetry.
+        span: span of the whole request.
         began_at: when that began, by `time.monotonic()`.
-        describe: of the request's protocol.
+        describe: description of the request's protocol.
     """
 
     def __init__(self, tracer: Tracer, span: Span, began_at: float, describe: Describe) -> None:
@@ -165,7 +165,7 @@ class Trace:
         self.context: SpanContext = context
         self.id = f"{context.trace_id:032x}"
         self.parent = f"00-{self.id}-{context.span_id:016x}-01".encode()
-        """For whoever goes on with the request, as a value of `traceparent`."""
+        """Value of `traceparent` for whoever goes on with the request."""
 
     def ran(self, batch: Batch, replied_at: float, queue_us: int, handler_us: int) -> None:
         """Take the batch that answered, and the times that its worker states."""
@@ -254,7 +254,7 @@ class Tracing:
     """What traces the requests of one server.
 
     Args:
-        provider: of OpenTelemetry; it keeps whatever it is given.
+        provider: provider of OpenTelemetry; it keeps whatever it is given.
         sampling: which requests it is given.
     """
 
@@ -273,7 +273,7 @@ class Tracing:
         """Begin the trace of a request; None where it is not sampled.
 
         Args:
-            headers: of the request, names in lower case.
+            headers: headers of the request, names in lower case.
             began_at: when it came, by `time.monotonic()`.
             about: returns the span's name and attributes.
             describe: what is added with the answer.

@@ -47,7 +47,7 @@ MAX_RECORDS = 1000
 """Size of what a handler measured, in one METRICS item."""
 
 MOST_ROWS = 0xFFFF
-"""That a job can say; one of more counts as so many."""
+"""Most rows that a job can say; one of more counts as so many."""
 
 # Control codes.
 LOAD = 1
@@ -69,10 +69,10 @@ ALONE = 2
 DESCRIBE = 4
 """A request for the handler to describe itself; run in a batch of one, without a body."""
 LEGACY = 8
-"""From one of TorchServe's oldest routes: the query's parameters are the handler's too, and the
-headers `explain` and `url_path` are not made."""
+"""The job comes from one of TorchServe's oldest routes: the query's parameters are the handler's
+too, and the headers `explain` and `url_path` are not made."""
 KSERVE = 16
-"""From a route of KServe's: the header `url_path` is not made."""
+"""The job comes from a route of KServe's: the header `url_path` is not made."""
 SHARES = 32
 """Nobody asked: the job is a prediction that was answered, and whose reasons are to be counted."""
 TENSORS = 64
@@ -84,7 +84,7 @@ the form of KServe's first protocol; their answers are one."""
 PARTS = 256
 """The body holds named values (`pack_parts`), which the handler gets as they are."""
 STREAM = 512
-"""Beside TENSORS: what the handler streams is sent on, each chunk an answer of its own, behind the
+"""What the handler streams is sent on (beside TENSORS), each chunk an answer of its own, behind the
 length of its JSON (u32). Without it all of them are one answer."""
 
 GOLDEN = 1024

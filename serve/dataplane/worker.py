@@ -48,14 +48,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 EXIT_GRACE_S = 2.0
-"""From the end of file on its socket to SIGKILL."""
+"""Time from the end of file on its socket to SIGKILL."""
 REAP_GRACE_S = 0.1
 """The same, when it holds requests."""
 LINGER_S = 0.5
-"""From its end to that of its socket, which a process that it forked may hold open."""
+"""Time from its end to that of its socket, which a process that it forked may hold open."""
 LOG_TAIL_BYTES = 2000
 GATHER_S = 0.02
-"""From one look at what a worker prints to the next."""
+"""Time from one look at what a worker prints to the next."""
 SEND_BYTES = 1 << 22
 """What the kernel may hold for either end, where it allows as much (net.core.wmem_max): with its
 default of 208 KB a body of megabytes takes a wake-up of both processes for every piece."""
@@ -214,9 +214,9 @@ class Worker(asyncio.BufferedProtocol):
         self.running = 0
         """Jobs of its current batch, as far as the server can know."""
         self.busy_since = 0.0
-        """When it sent something last, or got work while it was idle, by the pool's clock."""
+        """Time of the pool's clock when it sent something last, or got work while it was idle."""
         self.began_at = 0.0
-        """When its current batch began, by the pool's clock."""
+        """Time of the pool's clock when its current batch began."""
         self.answered = 0
         self._replied_at = 0.0
         self._aside: tuple[int, ReplySink] | None = None
@@ -505,7 +505,7 @@ class Worker(asyncio.BufferedProtocol):
     ) -> None:
         """Send a job that nobody waits for, and that gives way to every other.
 
-        It is no part of what the worker holds, so that nothing is refused or expected later for it.
+        It does not count among what the worker holds: nothing is refused or expected later for it.
         The sink is cancelled where it gave way, and takes a StreamBroken for a streamed answer.
         """
         assert self._transport is not None and self._aside is None

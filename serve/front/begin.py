@@ -190,8 +190,8 @@ class Front:
         """Return the model version that a request asks for, and take note of the request.
 
         Args:
-            id: of the request.
-            headers: of it, which may decide between two versions.
+            id: id of the request.
+            headers: headers of it, which may decide between two versions.
 
         Raises:
             ModelNotFound, VersionNotFound, Unavailable: there is no such model, or not yet.

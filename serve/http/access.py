@@ -21,7 +21,7 @@ from modelyard.serve.http.connection import Answered
 logger = logging.getLogger(__name__)
 
 GATHER_S = 0.2
-"""From the first line that waits to when all are written."""
+"""Time from the first line that waits to when all are written."""
 GATHER_BYTES = 1 << 16
 """Size of the lines that are written at once."""
 _READABLE = "/!#$&'()*+,:;=?@[]~%"

@@ -40,7 +40,7 @@ COMMON_HEADERS: Headers = [
     (b"cache-control", b"no-cache; no-store, must-revalidate, private"),
     (b"expires", b"Thu, 01 Jan 1970 00:00:00 UTC"),
 ]
-"""On every answer, as TorchServe's clients know them."""
+"""Headers of every answer, as TorchServe's clients know them."""
 
 PREPARED = 64
 """Refusals whose bytes are kept, of one API: they differ by model, time and length of the id."""
@@ -293,7 +293,7 @@ async def _send_stream(
 
 
 PAUSE_S = 15.0
-"""Of a stream that sends nothing, after which its reader is told that it still goes on."""
+"""Pause of a stream that sends nothing, after which its reader is told that it still goes on."""
 
 
 class Events(NamedTuple):

@@ -49,7 +49,8 @@ else:
 logger = logging.getLogger(__name__)
 
 UNCOUNTED_BYTES = 1 << 14
-"""Of an answer that a client has not taken, and of a body; more counts against the budget."""
+"""Bytes of an answer that a client has not taken, and of a body, that do not count against the
+budget; more do."""
 JOIN_BYTES = 1 << 16
 """Bodies below this are copied behind their head: uvloop's write of one buffer is the fast one."""
 SLICE_BYTES = 8192
@@ -70,7 +71,7 @@ SHORT_RATE = 1 << 16
 """The same over `SHORT_S`, for clients whose answers take the memory that workers wait for."""
 SHORT_S = 2.0
 _LAST_RECEIVED = slice(52, 56)
-"""Of the kernel's `struct tcp_info`: milliseconds since the last bytes came, a u32."""
+"""Place in the kernel's `struct tcp_info` of the milliseconds since the last bytes came, a u32."""
 LINGER_S = 2.0
 """How long a client may go on sending after the last answer, so that it can read that answer: a
 socket that is closed with bytes unread resets the connection."""
@@ -91,21 +92,21 @@ class Answered(NamedTuple):
     status: int
     """LEFT where the client left before it; gRPC's own for its calls."""
     seconds: float
-    """From the request's last header to the end of the answer."""
+    """Time from the request's last header to the end of the answer."""
     id: str
-    """Of the request."""
+    """Id of the request."""
     size: int
     """Bytes of the answer's body."""
     served: Served
     trace_id: str
     outcome: str = ""
-    """Of looking for an answer that is kept; empty where none are."""
+    """Outcome of looking for an answer that is kept; empty where none are."""
 
 
 Access = Callable[[Answered], None]
 """Called with each answer."""
 LEFT = 499
-"""As nginx has it."""
+"""Status of a client that left, as nginx has it."""
 
 
 class Pace:
@@ -205,10 +206,10 @@ class RequestResponseCycle:
         spelled: names and values in turn, as the client spelled them.
 
     Attributes:
-        length: of the body, where the head says it and it is not in chunks.
+        length: length of the body, where the head says it and it is not in chunks.
         received: bytes of the body so far.
         framing: bytes that came with them and are not part of the body.
-        coding: of the body, by its Content-Encoding.
+        coding: coding of the body, by its Content-Encoding.
         has_left: nobody waits for the answer.
     """
 
@@ -224,7 +225,8 @@ class RequestResponseCycle:
     is_complete = False
     is_begun = False
     is_refused = False
-    """For too much work; its client may have to wait before it is read again."""
+    """Whether it was refused for too much work; its client may have to wait before it is read
+    again."""
     keeps_alive = True
     began = 0.0
     status = LEFT
@@ -478,11 +480,11 @@ class Connection(asyncio.Protocol):
     Args:
         app: what answers.
         limits: what is refused.
-        site: whose requests are refused.
-        budget: of answers, which counts what clients have not taken.
+        site: site whose requests are refused.
+        budget: budget of answers, which counts what clients have not taken.
         access: called with each answer, for an access log.
         accepted: the client's socket.
-        turns: of all connections of the listener.
+        turns: turns of all connections of the listener.
         connections: where it enters itself while it is open.
         closed: called when it has ended.
 

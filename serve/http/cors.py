@@ -26,7 +26,7 @@ class Cors:
     """Tells browsers which pages may read an answer.
 
     Args:
-        origins: of the pages, in lower case; ANY allows all.
+        origins: origins of the pages, in lower case; ANY allows all.
     """
 
     def __init__(self, origins: Collection[str]) -> None:

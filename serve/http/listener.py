@@ -44,7 +44,8 @@ flood it is one: 0.1 ms each is what several requests cost, and open ones can st
 FRESH_S = 0.1
 """A connection that did something since is about to send a request, and not closed to make room."""
 LOOK_S = 12e-6
-"""For each connection, from one look for an idle one to the next: a look takes a fiftieth of it."""
+"""Time for each connection from one look for an idle one to the next: a look takes a fiftieth of
+it."""
 SPARE_DESCRIPTORS = 64
 """What the inference API leaves for operators, and for workers that are started; a quarter of all,
 where there are fewer than 256."""
@@ -80,11 +81,11 @@ class Listener:
     Args:
         app: the application that answers.
         address: where to listen.
-        limits: of its connections.
+        limits: limits of its connections.
         tls: returns certificate and key for the next client, of an address that asks for TLS.
         access: called with each answer, for an access log.
-        site: whose requests are refused; None decides by the address.
-        budget: of answers; None has one for this listener.
+        site: site whose requests are refused; None decides by the address.
+        budget: budget of answers; None has one for this listener.
         spares_descriptors: whether it leaves the last file descriptors to the others.
         listening: a socket that is bound already, or what accepts like one.
 

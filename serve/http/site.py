@@ -1,4 +1,4 @@
-"""By which names this server is called, and which web pages may call it.
+"""Names that this server is called by, and which web pages may call it.
 
 A browser sends to any address what a page asks it to. So a page of anywhere can post to a server on
 its reader's own machine, and read the answers too when it has its own name resolve to that machine

@@ -34,7 +34,7 @@ class Grant:
     """What one token may do."""
 
     name: str
-    """For logs and messages; two tokens may share one while one takes the other's place."""
+    """Name for logs and messages; two tokens may share one while one takes the other's place."""
     rights: frozenset[str]
     digest: bytes
 

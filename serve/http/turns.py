@@ -20,24 +20,24 @@ from modelyard.serve.dataplane.clock import Clock
 SLICE_S = 0.001
 """Clients' work between two looks at the workers; these have been given more than that to do."""
 BUSY = 0.8
-"""Of the time, that this thread ran or waited for a processor: above it refusals get fewer, below
-it more. Whoever waits for a processor keeps workers waiting for it."""
+"""Share of the time that this thread ran or waited for a processor: above it refusals get fewer,
+below it more. Whoever waits for a processor keeps workers waiting for it."""
 LEAST_RATE, MOST_RATE = 2_000.0, 50_000.0
 """Refusals a second after which clients are held back: the least takes less than a tenth of a
 processor, the most is more than one processor can do."""
 GROWTH, DECAY = 1.25, 0.8
 MEASURE_S = 0.01
-"""From one measurement of the process's own use to the next."""
+"""Time from one measurement of the process's own use to the next."""
 PATIENT_SHARE = 0.5
-"""Of the time that a request has: where somebody waits longer for a turn, it is a flood."""
+"""Share of the time that a request has: where somebody waits longer for a turn, it is a flood."""
 FORGETS = 1.001
-"""By how much each request lets the shortest time grow that was asked for of late."""
+"""Factor by which each request lets the shortest time grow that was asked for of late."""
 OLDEST_EVERY = 16
-"""Of so many turns under a flood one is of who waits longest."""
+"""Turns under a flood among which one is of who waits longest."""
 TICK_S = 0.2
-"""From one look at the clock to the next, which tells whether this process stood still."""
+"""Time from one look at the clock to the next, which tells whether this process stood still."""
 RELEASE_S = 0.002
-"""From one release of clients that are held back to the next."""
+"""Time from one release of clients that are held back to the next."""
 
 
 def last_comes_first(waited_s: float, patience_s: float, taken: int) -> bool:
@@ -47,7 +47,7 @@ def last_comes_first(waited_s: float, patience_s: float, taken: int) -> bool:
     in their time, and among the others are those who left.
 
     Args:
-        waited_s: by who waits longest.
+        waited_s: wait of who waits longest.
         patience_s: the shortest time within which a client wants its answer.
         taken: how many have had their turn.
     """

@@ -13,7 +13,7 @@ from modelyard.serve.errors import StartError
 logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0
-"""From one look at the files to the next."""
+"""Time from one look at the files to the next."""
 
 T = TypeVar("T")
 

@@ -28,7 +28,7 @@ class Server:
     it is stopped, and `modelyard serve status` and `stop` know it.
 
     Attributes:
-        url: of the inference API.
+        url: URL of the inference API.
         about: what it says of itself: pid, addresses, log, warnings.
     """
 
@@ -59,7 +59,7 @@ class Server:
         """Return a client of it, with its token and certificate.
 
         Args:
-            options: of `Client`, as `timeout_s`.
+            options: options of `Client`, as `timeout_s`.
         """
         from modelyard_client import Client
 
@@ -125,10 +125,10 @@ def serve(
         model_store: folder of the archives.
         config: YAML file with any of the settings of docs/settings.md.
         host: address; 127.0.0.1.
-        port: of the inference API; 8080. 0 lets the system choose, as for the other two.
+        port: port of the inference API; 8080. 0 lets the system choose, as for the other two.
         management_port: 8081.
         metrics_port: 8082.
-        grpc_port: of gRPC, with the extra grpc; none.
+        grpc_port: port of gRPC, with the extra grpc; none.
         device: auto, cpu or cuda[:N].
         workers: per model; by cores.
         auth: tokens: auto (off on loopback), always, never.
@@ -137,9 +137,9 @@ def serve(
         token_file: tokens that stay, as `modelyard token new` writes them.
         insecure: allow `auth="never"` on an address that others reach.
         access_log: write a line for each request.
-        log_format: of all logs: text or json.
+        log_format: format of all logs: text or json.
         log_level: debug, info, warning or error.
-        explain_share: of the predictions, those explained in the background.
+        explain_share: share of the predictions, those explained in the background.
         trusted_keys: file of public keys whose signatures are accepted.
         require_signature: serve only what a trusted key signed.
         require_proven: serve only what was proven on these versions.

@@ -35,7 +35,7 @@ def examine(
 
     Args:
         state: the server's state folder, which workers must not read.
-        uids: of which each model version gets one, where the server is root.
+        uids: users of which each model version gets one, where the server is root.
         reads: what workers may read by a setting.
         is_wanted: the setting `sandbox`.
     """

@@ -27,7 +27,7 @@ _ACCELERATORS = ("nvidia*", "kfd", "dri/render*", "infiniband/*")
 OWN = "/proc/self"
 """What the kernel shows of the process itself; not of others, and not of what it starts."""
 SHARED_MEMORY = "/dev/shm"
-"""Where semaphores and shared tensors are. It may not be listed: names there are drawn at random,
+"""Folder of semaphores and shared tensors. It may not be listed: names there are drawn at random,
 and who does not know one opens nothing of others."""
 
 

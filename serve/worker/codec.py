@@ -124,7 +124,7 @@ class Request:
         """Fill `row`.
 
         Args:
-            body: as it was sent; the handler gets a bytearray as it is, bytes as a copy.
+            body: body as it was sent; the handler gets a bytearray as it is, bytes as a copy.
             read_json: None leaves every value a bytearray, text too.
 
         Raises:
@@ -250,7 +250,7 @@ class Answer(NamedTuple):
 
 
 UNREAD = Answer(503, {}, b"", wire.UNREAD)
-"""To a job that nobody waits for any more; the server counts it, and drops it."""
+"""Answer to a job that nobody waits for any more; the server counts it, and drops it."""
 
 
 class WrongAnswer(Exception):
@@ -460,7 +460,7 @@ class Rules:
     """A value → bytes and content type; raises what JSON libraries raise."""
     explain_error: Callable[[BaseException], Refusal] = explain_error
     explain_undecodable: Callable[[BaseException], Refusal] = explain_error
-    """For a request whose body cannot be read."""
+    """Refusal of a request whose body cannot be read."""
     write_error: Callable[[Refusal, str], bytes] = write_error
     ends_worker: Callable[[BaseException], bool] = lambda error: False
     """Whether what a handler raised ends the process."""
@@ -490,7 +490,7 @@ class Rules:
 
 
 OURS = Rules()
-"""Of an archive that we sealed, in a server of ours."""
+"""Rules of an archive that we sealed, in a server of ours."""
 
 
 def our_rules(message: Mapping[str, Any]) -> Rules:

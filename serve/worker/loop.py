@@ -47,7 +47,7 @@ from modelyard.serve.worker.load import Service
 logger = logging.getLogger(__name__)
 
 MOST_BUFFERS = 512
-"""In one system call; IOV_MAX is 1024."""
+"""Most buffers in one system call; IOV_MAX is 1024."""
 MAX_BODY = 0xFFFFFFFF
 KEPT_BYTES = 16 << 20
 """Freed memory that is kept for the next bodies and answers."""
@@ -55,7 +55,7 @@ KEPT_BYTES = 16 << 20
 _PACKED = {name: wire.pack_meta([b"content-type", name.encode()]) for name in (JSON, TEXT, BYTES)}
 
 STREAMED = {"ts_stream_next": "true"}
-"""On the first chunk of a streamed answer, by which clients know it."""
+"""Headers of the first chunk of a streamed answer, by which clients know it."""
 
 
 class ClientsLeft(BaseException):
@@ -251,8 +251,8 @@ class Sender:
         Args:
             batch: what was answered.
             began_us: when it was taken from what waits.
-            answers: in the order of the batch.
-            batch_us: for how long the worker was busy with it.
+            answers: answers in the order of the batch.
+            batch_us: time that the worker was busy with it.
         """
         frame = wire.Frame()
         for item, (status, headers, body, flags) in zip(batch, answers, strict=True):
@@ -344,7 +344,7 @@ def answer_batch(
 
     Args:
         service: what answers.
-        batch: of one kind.
+        batch: batch of one kind.
         sender: what the handler streams through, None where nobody reads that.
     """
     if batch[0].flags & wire.GOLDEN:

@@ -238,7 +238,7 @@ def test_the_plan_is_what_the_start_starts_and_starts_nothing_itself(tmp_path: P
             assert len(pids) == model["workers"]["value"]
             variables = Path(f"/proc/{pids[0]}/environ").read_bytes().split(b"\0")
             assert f"OMP_NUM_THREADS={model['threads']['value']}".encode() in variables
-        # With nothing named it is what was served last; a running server is no hindrance.
+        # With nothing named it is what was served last; a running server does not matter.
         again = explained(*folders)
         assert {m["name"]: m["workers"]["value"] for m in again["models"]} == {
             m["name"]: m["workers"]["value"] for m in plan["models"]

@@ -28,7 +28,7 @@ class Counting(Steps):
     def join(self, request: int, row: Mapping[str, Any], headers: Mapping[str, Any]) -> None:
         kind, _, count = bytes(row["body"]).decode().rpartition(" ")
         if not count.isdecimal():
-            raise BadInput(f"{count} is no number; {headers['X-Name']} sent it")
+            raise BadInput(f"{count} is not a number; {headers['X-Name']} sent it")
         self.left[request] = [kind, int(count)]
 
     def step(self) -> list[Part]:
@@ -186,7 +186,7 @@ def test_a_request_that_cannot_join_is_answered_by_itself(worker: Worker) -> Non
     worker.send({1: "what", 2: "1"})
     (bad, good) = worker.turn()
     assert bad[0] == 1 and bad[1].startswith("400 ")
-    assert "what is no number; tester sent it" in bad[1]
+    assert "what is not a number; tester sent it" in bad[1]
     assert good == (2, '200 {"end":""}')
 
 

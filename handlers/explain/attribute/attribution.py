@@ -21,7 +21,8 @@ FIRST_STEPS = 30
 
 MAX_STEPS = 270
 DEFAULT_TOLERANCE = 0.05
-"""Of the stated error, which is some three times the true one: 1 % takes five times the points."""
+"""Tolerance for the stated error, which is some three times the true one: 1 % takes five times the
+points."""
 
 ROUNDING = 8
 """So many units in the last place of what was added up are taken for rounding."""
@@ -46,7 +47,7 @@ class ForwardFunction:
     function: Callable[[Tensor], Tensor] | None = None
     """Outputs (R, …) → what takes their place, as probabilities."""
     weights: Tensor | None = None
-    """As `targets`: what each of these numbers counts in the sum; 1 without it."""
+    """Weights as of `targets`: what each of these numbers counts in the sum; 1 without them."""
 
     def __call__(self, points: Tensors, rows: Tensor) -> Tensor:
         """Return (R,) numbers for R points.
@@ -75,7 +76,8 @@ class AttributionRequest:
     inputs: Tensors
     """(M, *S) each."""
     baseline_sets: tuple[Tensors, ...]
-    """For each of the M: (B, *S) per input; B is 1 but for a set from a file of the archive."""
+    """Baselines of each of the M: (B, *S) per input; B is 1 but for a set from a file of the
+    archive."""
     f_input: Tensor
     """(M,) float64: the output at the input."""
     f_baseline: Tensor
@@ -98,7 +100,7 @@ class AttributionRequest:
 
     @cached_property
     def scales(self) -> Tensors:
-        """By how much the values vary, which noise is a share of: (M, …) per input.
+        """Ranges that the values vary by, which noise is a share of: (M, …) per input.
 
         Where nothing is known of them, all values of an input count together.
         """
@@ -241,7 +243,7 @@ class _Path:
         self.coarse = tuple(map(torch.zeros_like, self.sums))
         """The sums as a third of the points makes them, each of which counts three times."""
         self.sizes = torch.zeros(len(request), dtype=torch.float64, device=request.device)
-        """Of what is added up: rounding is a share of it."""
+        """Sizes of what is added up: rounding is a share of them."""
 
     def add(self, rows: Tensor, alphas: Tensor, weights: Tensor | None = None) -> None:
         """Add gradients at baseline + alpha · delta, for `rows` (R,) and each of `alphas` (A,).
@@ -427,7 +429,7 @@ def _new_midpoints(n: int) -> Tensor:
 
 
 FORWARD_ROWS = 32
-"""Without gradients nothing is kept, so memory decides little."""
+"""Rows of a pass without gradients, where nothing is kept, so that memory decides little."""
 
 MOST_ROWS = 64
 
@@ -459,7 +461,7 @@ def gradient_rows(artifact: Artifact, forward: ForwardFunction, inputs: Tensors)
 
     Args:
         artifact: what `forward` computes with.
-        forward: of at least one row.
+        forward: pass of at least one row.
         inputs: (M, *S) each.
     """
     shapes = tuple(each.shape[1:] for each in inputs)

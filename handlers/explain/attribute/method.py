@@ -17,7 +17,7 @@ from modelyard.handlers.models.backends import Artifact
 Shapes = tuple[tuple[int, ...], ...]
 
 Groups = Sequence[Tensor | None]
-"""Per input the number of the group that each value is of, (*S) int64 from 0 in their order: words,
+"""Number of the group that each value of an input is of, (*S) int64 from 0 in their order: words,
 categories. None where values have places in dimensions instead; empty where all have."""
 
 

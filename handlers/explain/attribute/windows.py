@@ -26,11 +26,11 @@ def occlusion(
     """Return by how much the output falls when a window is replaced by the baseline.
 
     Args:
-        request: of any number of explanations.
-        shapes: of the window in each input, one size for each dimension of a row, or a number of
-            groups.
+        request: request of any number of explanations.
+        shapes: shapes of the window in each input, one size for each dimension of a row, or a
+            number of groups.
         groups: values that are always replaced together, the same for all rows; see `Groups`.
-        stride: by which the window moves where it does not fill the dimension; half a window
+        stride: step by which the window moves where it does not fill the dimension; half a window
             without it. A value's attribution is the mean over the windows that held it.
 
     Source: Zeiler and Fergus 2013, section 4.2, https://arxiv.org/abs/1311.2901
@@ -46,10 +46,10 @@ def feature_ablation(
     """Return by how much the output falls when a feature is replaced by the baseline.
 
     Args:
-        request: as in `occlusion`.
-        shapes: of the windows whose values together are a feature, as in `occlusion`; they lie
-            side by side.
-        groups: as in `occlusion`.
+        request: request as in `occlusion`.
+        shapes: shapes of the windows whose values together are a feature, as in `occlusion`; they
+            lie side by side.
+        groups: groups as in `occlusion`.
     """
     return _falls(request, shapes, shapes, groups)
 
@@ -74,7 +74,7 @@ def real_dtype(tensor: Tensor) -> torch.dtype:
 
 
 Window = tuple[int, tuple[slice | Tensor, ...]]
-"""Which input, and which of its values (*S)."""
+"""Number of an input, and which of its values (*S)."""
 
 
 def _falls(

@@ -82,7 +82,7 @@ class Chart:
 
     steps: Sequence[Step]
     zero: float
-    """Where the first bar begins: at f(baseline), or at 0."""
+    """Value at which the first bar begins: f(baseline), or 0."""
     ends: tuple[tuple[str, float], tuple[str, float]] | None = None
     """Names and outputs of baseline and input, where each bar begins where the last one ended."""
 

@@ -54,7 +54,7 @@ class Part:
     figure: str
     """HTML that draws it."""
     account: str
-    """Where the output came from, and what spoke for and against it."""
+    """Account of where the output came from, and what spoke for and against it."""
     has_any: bool
     """Whether anything has an attribution."""
     notes: Sequence[str]
@@ -79,7 +79,7 @@ def part_of(
     """Return an explanation's part of a page.
 
     Args:
-        explanation: that is drawn.
+        explanation: explanation that is drawn.
         answer: its fields, as JSON has them.
         drawn: what the figure shows.
         figure: HTML.
@@ -96,7 +96,7 @@ def render(parts: Sequence[Part], input_figure: str = "") -> bytes:
     """Draw explanations beside one another.
 
     Args:
-        parts: of one request.
+        parts: parts of one request.
         input_figure: HTML that shows the input alone, before them.
     """
     kinds = ["one"] * (len(parts) == 1) + ["pictures"] * bool(input_figure)

@@ -22,13 +22,13 @@ CLIPPED_SHARE = 0.005
 """Share of the pixels of a large input whose colour may be cut off, so that few do not hide all."""
 
 LEAST_WIDTH = 420
-"""Of a sheet, in pixels: texts need room beside a narrow picture, too."""
+"""Least width of a sheet, in pixels: texts need room beside a narrow picture, too."""
 
 PALE = 0.3
 """How much of its colour is left to a value that is below its own error."""
 
 MOST_OVERLAY_PIXELS = 16_000_000
-"""Of an overlay; of a larger input it has the proportion only."""
+"""Most pixels of an overlay; of a larger input it has the proportion only."""
 
 INK, SOFT = (28, 32, 38), (110, 116, 124)
 MARGIN = 24
@@ -138,9 +138,9 @@ class Texts:
     tail: str
     """Behind the title, whole."""
     about: str
-    """Below the title, in one line."""
+    """Rest of the title, whole."""
     notes: Sequence[str]
-    """Below the panels, each in as many lines as it needs."""
+    """Line below the title."""
 
 
 def render(image: Image.Image, heat: Heat, texts: Texts) -> bytes:
@@ -148,7 +148,7 @@ def render(image: Image.Image, heat: Heat, texts: Texts) -> bytes:
 
     Args:
         image: mode L or RGB, the picture that was explained.
-        heat: of its size.
+        heat: heat of its size.
         texts: around it.
 
     Returns:
@@ -185,7 +185,7 @@ def transparent(heat: Heat, box: tuple[float, float, float, float], size: tuple[
     """Draw attributions as a PNG file to lay over the picture that was sent.
 
     Args:
-        heat: of what the model saw.
+        heat: heat of what the model saw.
         box: left, top, right and bottom of that in the picture that was sent.
         size: width and height of that picture; one of very many pixels is drawn smaller.
     """
@@ -229,8 +229,8 @@ class Sheet:
     """A white sheet with texts above and below a place for what is drawn.
 
     Args:
-        width: of that place, which begins at (`MARGIN`, `top`).
-        height: of that place.
+        width: width of that place, which begins at (`MARGIN`, `top`).
+        height: height of that place.
         texts: around it.
     """
 

@@ -16,7 +16,7 @@ NUMBERED = 0.2
 """Share of the largest from which on a word's number stands below it."""
 
 MOST_WORDS = 10
-"""Of the strongest, in a list of their own."""
+"""Most words in the list of the strongest."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ def words_of(text: str, tokens: Sequence[Mapping[str, Any]]) -> list[Word]:
     """Put the pieces of a word together: its attribution is the sum of theirs.
 
     Args:
-        text: that the places of the tokens are in.
-        tokens: as in an answer; `word` is the same for the pieces of one.
+        text: text that the places of the tokens are in.
+        tokens: tokens as in an answer; `word` is the same for the pieces of one.
     """
     found: list[Word] = []
     last: Any = None

@@ -28,7 +28,7 @@ class Region:
     """What one request means by `region`; ends lie outside."""
 
     text: str
-    """As it was asked for."""
+    """Text of the option, as it was sent."""
     box: tuple[int, ...] = ()
     """(start, end) or (left, top, right, bottom)."""
     size: tuple[int, int] = (0, 0)

@@ -30,11 +30,11 @@ class Target:
     weights: Tensor
     """(K,) float64"""
     name: int | str | None = None
-    """As an answer has it; None where it is a place alone."""
+    """Name as an answer has it; None where it is a place alone."""
     label: str | None = None
     """What people read; None leaves it to the common rule."""
     output: str | None = None
-    """Where the numbers are of several outputs, the name of that which holds it."""
+    """Name of the output that holds it, where the numbers are of several."""
 
 
 def at_place(place: int, output: str | None = None) -> Target:
@@ -54,9 +54,9 @@ def sum_over(
 
     Args:
         numbers: (…) true for those that count.
-        name: as an answer has it.
+        name: name as an answer has it.
         label: what people read.
-        output: as of `Target`.
+        output: output as of `Target`.
         is_mean: divide by how many they are.
     """
     places = numbers.flatten().nonzero().flatten().cpu()
@@ -107,14 +107,14 @@ class ExplainedModel:
     find_region: Callable[[int, Region, tuple[int, ...]], Tensor] = common_region
     """Row, region and sizes of an output without its classes → which places are inside."""
     class_dim: int = 0
-    """Which dimension of scores (…) of more than one is that of the classes."""
+    """Dimension of scores (…) of more than one that is that of the classes."""
     groups: Callable[[int, torch.Size], Tensor | None] = lambda row, sizes: None
     """Row and shape (*S) of what is explained → the number of the group of each value, from 0 in
     their order: words, categories; None where values have places in dimensions instead."""
     output_names: tuple[str, ...] = ()
-    """In the order of a call's outputs; empty where nobody knows."""
+    """Names of the outputs, in the order of a call's; empty where nobody knows."""
     output_name: str | None = None
-    """Of the output that `score` takes its numbers from; None where that is of several."""
+    """Name of the output that `score` takes its numbers from; None where that is of several."""
     is_of_probabilities: bool = False
     """Whether the model's own numbers are probabilities, so that no logit is explained."""
 
@@ -196,7 +196,7 @@ def find_targets(
     Args:
         model: knows its labels and places.
         row: which request of the batch.
-        options: of the request.
+        options: options of the request.
         scores: (…) the numbers that its prediction is made of.
 
     Raises:

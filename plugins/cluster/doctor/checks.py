@@ -78,7 +78,7 @@ def examine(settings: Settings, is_deep: bool) -> Iterator[Check]:
     """Yield the checks as they are made.
 
     Args:
-        settings: whose ports and state folder are looked at.
+        settings: settings whose ports and state folder are looked at.
         is_deep: exports, archives and serves a small network too, which takes about a minute.
     """
     yield check_python()

@@ -31,7 +31,7 @@ DEFAULTS = {
     "drain_delay_s": 5.0,
     "state_dir": Path("/tmp/modelyard"),
 }
-"""Of a server behind KServe's gateway, which knows no tokens of ours, in a pod."""
+"""Settings of a server behind KServe's gateway, which knows no tokens of ours, in a pod."""
 
 kserve_app = typer.Typer(add_completion=False)
 

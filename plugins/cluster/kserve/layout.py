@@ -49,7 +49,7 @@ def find_layout(folder: Path, name: str | None, scratch: Path) -> TorchServes | 
 
     Args:
         folder: filled by the storage initializer.
-        name: of the InferenceService: what a single model is served as.
+        name: name of the InferenceService: what a single model is served as.
         scratch: a folder of our own, made if need be.
 
     Raises:

@@ -53,9 +53,9 @@ class Arguments(BaseModel):
     in_flight: float | None = Field(default=None, gt=0)
     """Requests in a cell, above which there are too few; None leaves them out."""
     upscale_delay_s: float = Field(default=30, ge=0)
-    """For how long there must have been too few before one is added."""
+    """Time for which there must have been too few before one is added."""
     downscale_delay_s: float = Field(default=600, ge=0)
-    """For how long there must have been too many before one goes."""
+    """Time for which there must have been too many before one goes."""
     cpus: float = Field(default=1, gt=0)
     """What Ray sets aside for a cell; its workers are by them, unless `workers` says otherwise."""
     gpus: float = Field(default=0, ge=0)
@@ -85,12 +85,12 @@ class Plan(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     version: str
-    """Of Modelyard; all cells run this one."""
+    """Version of Modelyard; all cells run this one."""
     python: Path | None
     cache_dir: Path
     archives: tuple[CellArchive, ...]
     settings: Settings
-    """Of the server; `state_dir` holds a folder for each cell of a machine."""
+    """Settings of the server; `state_dir` holds a folder for each cell of a machine."""
 
 
 def make_plan(said: Mapping[str, Any]) -> tuple[Arguments, Plan]:

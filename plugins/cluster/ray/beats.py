@@ -17,8 +17,8 @@ logger = logging.getLogger(__name__)
 
 EVERY_S = 1.0
 MOST_MISSED = 15
-"""In a row. As long as Ray waits for an answer, three times 5 s: nobody is killed for being slow
-whom Ray would have left alone."""
+"""Most beats missed in a row. As long as Ray waits for an answer, three times 5 s: nobody is killed
+for being slow whom Ray would have left alone."""
 BEAT = b"."
 
 

@@ -24,7 +24,8 @@ from modelyard.serve.errors import ServeError
 NAME = "cell"
 HEALTH_EVERY_S = 1
 LEAVING_S = 45.0
-"""For which a replica that is to go is kept by Ray, at least: 30 s in which proxies forget it."""
+"""Time for which a replica that is to go is kept by Ray, at least: 30 s in which proxies forget
+it."""
 
 
 class CannotBuild(click.ClickException, RayServeException):  # type: ignore[misc]

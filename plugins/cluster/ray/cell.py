@@ -33,7 +33,7 @@ logger = logging.getLogger("ray.serve")
 
 STORE = "store"
 HEALTH_S = 4.0
-"""For an answer to the question whether the server lives."""
+"""Time for an answer to the question whether the server lives."""
 MOST_MISSED = 3
 """Answers to it that are missed in a row; as many as Ray forgives."""
 SERVER_ENDED = 70

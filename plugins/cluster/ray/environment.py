@@ -9,7 +9,7 @@ HAPROXY = Path(__file__).with_name("haproxy.sh")
 BODY_BYTES = (1 << 20) + (1 << 16)
 """What HAProxy keeps of a request, so that it can ask another cell: 1 MB, and a head."""
 BEYOND_S = 10
-"""That HAProxy waits for an answer longer than a server does."""
+"""Time that HAProxy waits for an answer beyond what a server does."""
 ENVIRONMENT = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",

@@ -14,14 +14,14 @@ from modelyard.serve.errors import StartError
 
 LOCK = ".lock"
 READY = "ready.json"
-"""In a cell's folder from when its server is ready: what `straight` has to know of it."""
+"""File of a cell's folder from when its server is ready: what `straight` has to know of it."""
 
 
 class CellFolder:
     """A folder of a cell's own. A lock beside it says that the cell lives, however it ends.
 
     Args:
-        root: of all cells of this machine; made if need be. What dead ones left there goes.
+        root: folder of all cells of this machine; made if need be. What dead ones left there goes.
 
     Raises:
         StartError: it cannot be used.

@@ -30,8 +30,8 @@ class CellServer:
     that started it.
 
     Args:
-        version: of Modelyard, which the server must be.
-        settings: of the server.
+        version: version of Modelyard, which the server must be.
+        settings: settings of the server.
         python: its interpreter; None takes this one.
         beats: the pipe of this process's `Beats`.
         on_end: called in a thread with how it ended, where nobody stopped it.

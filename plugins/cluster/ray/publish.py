@@ -13,7 +13,7 @@ from prometheus_client import Metric
 from ray.serve.metrics import Gauge
 
 MOST_SERIES = 5000
-"""Of a cell; what handlers measure may have labels without end."""
+"""Most series of a cell; what handlers measure may have labels without end."""
 OF_THE_PROCESS = ("process_", "python_")
 """Ray has its own of its processes."""
 

@@ -23,7 +23,7 @@ class Signals:
 
     Args:
         metrics: the server's metrics API.
-        token: that it asks for.
+        token: token that it asks for.
         publish: is called with what was read.
         every_s: between two readings.
     """

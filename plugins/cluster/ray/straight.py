@@ -31,11 +31,11 @@ RENAME = "    http-request set-header host localhost\n"
 """A cell's server answers to its own name only, and clients call HAProxy by another; unless
 `allowed_hosts` says by which."""
 ANSWER_S = 70
-"""For an answer: above the default of `request_timeout_s`."""
+"""Time for an answer: above the default of `request_timeout_s`."""
 LASTS_S = 2.0
 """A HAProxy that ends earlier cannot serve: its port is in use, say."""
 STOP_S = 60.0
-"""For the requests that HAProxy holds when it is told to end; above the longest answer."""
+"""Time for the requests that HAProxy holds when it is told to end; above the longest answer."""
 CONFIGURATION = """\
 global
     maxconn 4096
@@ -63,7 +63,8 @@ backend cells
 observe layer4 error-limit 3 on-error mark-down
 {servers}
 """
-"""Of the same measures as Ray's own, for which `deploy/ray/cells.env` gives the reasons."""
+"""HAProxy's configuration, with the same measures as Ray's own, for which `deploy/ray/cells.env`
+gives the reasons."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ class Straight:
     Args:
         listen: HOST:PORT.
         cells: folder of the cells' own folders.
-        folder: for the configuration.
+        folder: folder for the configuration.
         answer_s: how long it waits for an answer.
     """
 

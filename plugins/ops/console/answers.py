@@ -29,10 +29,10 @@ MOST_ROWS = 20
 """Labels of an answer, and explanations, that are shown."""
 MOST_WORDS = 1000
 MOST_CHARACTERS = 20_000
-"""Of an answer that is shown as text."""
+"""Most characters of an answer that is shown as text."""
 MOST_PICTURE_BYTES = 8 << 20
 MOST_JSON_BYTES = 8 << 20
-"""Of an answer that is read to be shown; the server does nothing else meanwhile."""
+"""Most bytes of an answer that is read to be shown; the server does nothing else meanwhile."""
 PICTURES = ("image/png", "image/jpeg", "image/gif", "image/webp", "image/bmp")
 SHADES = 5
 """Strengths in which words are coloured."""
@@ -49,7 +49,7 @@ class Row(NamedTuple):
     name: str
     value: float
     share: float
-    """Of the largest in size, where that is not known to be 1."""
+    """Share of the largest in size, where that is not known to be 1."""
 
 
 class Word(NamedTuple):
@@ -57,7 +57,7 @@ class Word(NamedTuple):
 
     text: str
     shade: int
-    """From −`SHADES` to `SHADES`."""
+    """Shade from −`SHADES` to `SHADES`."""
     value: str
 
 
@@ -91,7 +91,7 @@ class Column:
     hidden_rows: int = 0
     text: str = ""
     picture: str = ""
-    """As an address that holds it."""
+    """Address that holds the picture."""
     explained: Sequence[Explained] = ()
     value: Any = None
     """The answer, where it is JSON."""

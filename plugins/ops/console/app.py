@@ -45,7 +45,7 @@ class Console:
         pages: all of them.
         renderer: makes their HTML.
         grants: the tokens that are known now; None asks for none.
-        answers: of the API whose port it is on.
+        answers: answers of the API whose port it is on.
     """
 
     def __init__(

@@ -26,7 +26,7 @@ class Answered:
     """The Content-Type."""
     body: bytes
     took_s: float
-    """From the time that the request was queued."""
+    """Time since the request was queued."""
     waited_s: float
     """Time in which it waited for its turn at the worker; 0 in a streamed answer."""
     handled_s: float
@@ -43,7 +43,7 @@ async def ask(
         query: the options of an explanation.
         body: the input.
         media: its Content-Type.
-        id: of the request, for the log.
+        id: id of the request, for the log.
 
     Raises:
         ServeError: it is refused, or there is no answer.

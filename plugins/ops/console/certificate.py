@@ -20,14 +20,14 @@ from modelyard.archiver.untrusted.names import SBOM_NAME, SIGNING_NAME
 MOST_GOLDEN = 50
 """Golden requests that are shown."""
 MOST_GOLDEN_BYTES = 1 << 20
-"""Of all requests that are kept with a certificate, to be looked at and sent again."""
+"""Most bytes of all requests that are kept with a certificate, to be looked at and sent again."""
 MOST_EXPECTED_BYTES = 8 << 10
-"""Of the answer to one of them."""
+"""Most bytes of the answer to one of them."""
 MAX_REPORT_BYTES = 1 << 20
 MAX_SBOM_BYTES = 16 << 20
 MOST_COMPONENTS = 500
 MOST_CHARACTERS = 200
-"""Of a name in a bill of materials."""
+"""Most characters of a name in a bill of materials."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class GoldenCase:
     request: bytes | None
     """None where it is too long to be kept."""
     expected: str
-    """As its file has it; empty where that is too long to be shown."""
+    """Answer that its file has; empty where that is too long to be shown."""
 
     @property
     def name(self) -> str:
@@ -61,7 +61,7 @@ class Component:
     """A line of the bill of materials."""
 
     kind: str
-    """By CycloneDX: `library`, `file`, `application` …"""
+    """Kind as CycloneDX has it: `library`, `file`, `application` …"""
     name: str
     version: str
     sha256: str
@@ -80,7 +80,7 @@ class Certificate:
     """Whether its manifest holds the digests of its files."""
     report: Report | None
     twin: Report | None
-    """Of the artifact that explains, where that is another one."""
+    """Report of the artifact that explains, where that is another one."""
     golden: tuple[GoldenCase, ...]
     golden_count: int
     signer: Signer

@@ -20,10 +20,10 @@ from modelyard.serve.errors import BadRequest
 
 MOST_ENTRIES = 100
 MOST_EXAMPLE_NUMBERS = 1000
-"""Of an example that is made up; a longer row is left to whoever asks."""
+"""Most numbers of an example that is made up; a longer row is left to whoever asks."""
 JSON, BYTES = "application/json", "application/octet-stream"
 PREFIX = "entry."
-"""Before an entry's name, as the form's field has it."""
+"""Text before an entry's name, as the form's field has it."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from modelyard.serve.http.connection import Answer
 MOST_LINES = 1000
 """Records that are kept; the file, or standard error, has them all."""
 MOST_CHARACTERS = 2000
-"""Of one record; the rest is cut."""
+"""Most characters of one record; the rest is cut."""
 SHOWN = 200
 """Lines on the page, the newest ones."""
 MOST_TEXT = 200
@@ -28,7 +28,7 @@ class Line(NamedTuple):
     """One record of the log."""
 
     number: int
-    """From 1 up, in order."""
+    """Number from 1 up, in order."""
     at: float
     """Seconds since 1970."""
     level: str

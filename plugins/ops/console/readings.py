@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 EVERY_S = 1.0
 LOOKED_S = 10.0
-"""After the last look, readings end."""
+"""Time after the last look at which readings end."""
 WINDOW = 300
 """Readings that a plot shows: five minutes."""
 RECENT = 10
@@ -43,10 +43,10 @@ class Percentile(NamedTuple):
     """A latency that a histogram can only bound."""
 
     seconds: float
-    """As Prometheus' `histogram_quantile` has it: even within its bucket."""
+    """Seconds as Prometheus' `histogram_quantile` has them: even within their bucket."""
     low: float
     high: float
-    """Of the bucket; infinite above the last bound."""
+    """Bounds of the bucket; infinite above the last one."""
 
 
 Counts = Counter[str | int]
@@ -63,7 +63,8 @@ class Reading(NamedTuple):
     errors: float
     refused: float
     p50: Percentile | None
-    """Of predictions over the latest `RECENT` readings; None while there were none."""
+    """Median latency of predictions over the latest `RECENT` readings; None while there were
+    none."""
     p99: Percentile | None
     batch: float | None
     """Mean rows of a handler's call."""
@@ -88,9 +89,9 @@ class Watch:
         self._last_look = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self.latest: Mapping[Key, Reading] = {}
-        """Of every version, and of `TOTAL`."""
+        """Latest reading of every version, and of `TOTAL`."""
         self.number = 0
-        """Of the latest reading; it changes with every one."""
+        """Number of the latest reading; it changes with every one."""
         self.memory: Mapping[int, int] = {}
         """Bytes of each worker process, by its id."""
         self._memory_task: asyncio.Task[None] | None = None

@@ -118,9 +118,9 @@ class Renderer:
 # -- numbers and times ---------------------------------------------------------------------------
 
 NOTHING = "–"
-"""Where there is no number yet."""
+"""Text where there is no number yet."""
 THIN = "\u202f"
-"""Between thousands: a space that does not break."""
+"""Space between thousands, which does not break."""
 
 
 def count(value: int) -> str:

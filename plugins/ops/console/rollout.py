@@ -44,7 +44,7 @@ class RolloutPages:
         models: pages of the same versions.
         renderer: makes their HTML.
         rollouts: what they show and change.
-        settings: of the server.
+        settings: settings of the server.
     """
 
     def __init__(

@@ -16,16 +16,16 @@ from modelyard.serve.errors import Forbidden, TooManyAttempts, Unauthorized
 from modelyard.serve.http.tokens import Grant, Grants, digest_of, find_grant
 
 MOST_SESSIONS = 64
-"""At once; one more ends the one that was used least recently."""
+"""Most sessions at once; one more ends the one that was used least recently."""
 AGE_S = 12 * 3600
-"""After which a session ends, used or not."""
+"""Age at which a session ends, used or not."""
 MOST_FAILURES = 10
 """Wrong tokens from one address within `FAILURES_S`; then none is looked at until that is over."""
 FAILURES_S = 60
 MOST_ADDRESSES = 1024
-"""Of which failures are counted; one more forgets the oldest."""
+"""Most addresses whose failures are counted; one more forgets the oldest."""
 MOST_NOTICES = 5
-"""That wait for a session's next page."""
+"""Most notices that wait for a session's next page."""
 SIGNS_IN = ("view", "manage")
 """A token with one of these rights may sign in."""
 
@@ -35,10 +35,10 @@ class Session:
     """One browser that is signed in."""
 
     name: str
-    """Of its token."""
+    """Name of its token."""
     rights: frozenset[str]
     digest: bytes | None
-    """Of its token; None where the server asks for none."""
+    """Digest of its token; None where the server asks for none."""
     ends_at: float
     csrf: str = field(default_factory=lambda: secrets.token_urlsafe(32), repr=False)
     """What every form of its pages carries, and no other page knows."""
@@ -59,7 +59,7 @@ class Sessions:
 
     Args:
         grants: the tokens that are known now; None lets everybody in.
-        time: for tests.
+        time: clock, for tests.
     """
 
     def __init__(self, grants: Grants | None, time: Callable[[], float] = monotonic) -> None:
@@ -77,7 +77,7 @@ class Sessions:
         """Return the id of a new session, for the cookie.
 
         Args:
-            address: whose failures are counted.
+            address: address whose failures are counted.
 
         Raises:
             Unauthorized: nobody knows the token.

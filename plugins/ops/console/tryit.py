@@ -38,7 +38,7 @@ from modelyard.serve.settings import Settings
 
 TRY, ARCHIVE = "/try", "/archive"
 FORM_ROOM_BYTES = 1 << 16
-"""Of a form beside its file."""
+"""Room for the rest of a form beside its file."""
 MOST_ASKED = 4
 """Requests that one form makes: two explanations, each with its picture."""
 KEPT_ARCHIVES = 8
@@ -53,7 +53,7 @@ class Known:
 
     certificate: Certificate
     features: object
-    """Of a table, as JSON; None where the archive names none."""
+    """Features of a table, as JSON; None where the archive names none."""
 
 
 class Archives:
@@ -62,7 +62,7 @@ class Archives:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._kept: OrderedDict[tuple[str, float], Known] = OrderedDict()
-        """By digest, and by the time of the trusted keys: one may have been taken out."""
+        """Archives by digest, and by the time of the trusted keys: one may have been taken out."""
         self._lock = asyncio.Lock()
 
     async def read(self, model: ModelVersion) -> Known:
@@ -112,7 +112,7 @@ class TryPages:
     Args:
         models: pages of the same versions.
         renderer: makes their HTML.
-        settings: of the server.
+        settings: settings of the server.
     """
 
     def __init__(self, models: ModelPages, renderer: Renderer, settings: Settings) -> None:

@@ -22,14 +22,14 @@ from modelyard.serve.http.connection import Answer
 FORM_BYTES = 16384
 """Longest body of a page's form, unless the page says otherwise."""
 MOST_FIELDS = 100
-"""Of one form."""
+"""Most fields of one form."""
 
 
 class Upload(NamedTuple):
     """A file of a form."""
 
     name: str
-    """As the browser says; show it, and open nothing by it."""
+    """Name as the browser says; show it, and open nothing by it."""
     content: bytes
 
 
@@ -45,15 +45,15 @@ class Visit:
     query: Mapping[str, str]
     headers: Mapping[bytes, bytes]
     id: str
-    """Of the request, for the log."""
+    """Id of the request, for the log."""
     session: Session | None
     """None on pages that are open to all."""
     fields: Mapping[str, str] = field(default_factory=dict)
-    """Of the form that was sent."""
+    """Fields of the form that was sent."""
     files: Mapping[str, Upload] = field(default_factory=dict)
     is_tls: bool = False
     address: str = ""
-    """Of the client."""
+    """Address of the client."""
     cookie: str = ""
     """The session's id."""
 
@@ -97,7 +97,7 @@ class Page:
     path: str
     """Behind `/console`; a part in braces is a name, as in `/models/{model}/{version}`."""
     right: str | None
-    """That a session needs; None where nobody must have signed in."""
+    """Right that a session needs; None where nobody must have signed in."""
     answer: Callable[[Visit], Awaitable[Answer]]
     body_bytes: int = FORM_BYTES
 
@@ -125,7 +125,7 @@ def read_form(body: bytes, kind: bytes) -> tuple[dict[str, str], dict[str, Uploa
     """Return fields and files of a form.
 
     Args:
-        body: as the browser sent it; the file contents are copies.
+        body: body as the browser sent it; the file contents are copies.
         kind: the Content-Type.
 
     Raises:

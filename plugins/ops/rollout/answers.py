@@ -73,7 +73,7 @@ class Comparison:
     """True where the answers are the same; None where they name no label and rank nothing, or have
     not the same structure."""
     difference: str | None = None
-    """In words; None where they are equal."""
+    """Difference in words; None where they are equal."""
     scaled: float = 0.0
     """The largest scaled difference; infinite where no tolerance would help."""
 
@@ -119,7 +119,7 @@ def read_tolerance(folder: Path, manifest: Mapping[str, Any] | None) -> Toleranc
 
     Args:
         folder: where the archive is unpacked, its digests checked.
-        manifest: as its JSON has it; None where there is none.
+        manifest: manifest as its JSON has it; None where there is none.
     """
     name = ((manifest or {}).get("modelyard") or {}).get("report")
     try:

@@ -12,8 +12,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 NOISE_SHARE = 0.2
-"""Of the error that a bound of an excess may make, what its noise floor gets: it is measured on
-fewer requests and mostly 0, where its lower bound costs nothing."""
+"""Share of the error that a bound of an excess may make which its noise floor gets: it is measured
+on fewer requests and mostly 0, where its lower bound costs nothing."""
 _STEPS = 10_000
 _TINY = 1e-300
 
@@ -23,9 +23,9 @@ class Bound(NamedTuple):
 
     estimate: float
     low: float
-    """With the stated confidence the truth is not lower."""
+    """Lower bound: with the stated confidence the truth is not lower."""
     high: float
-    """With the same confidence, taken by itself, it is not higher."""
+    """Upper bound: with the same confidence, taken by itself, it is not higher."""
 
 
 def share(k: int, n: int, alpha: float) -> Bound:

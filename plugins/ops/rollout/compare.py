@@ -197,7 +197,7 @@ class _Tensor(NamedTuple):
 
     datatype: str
     values: np.ndarray
-    """Of its shape; texts are objects."""
+    """Values in its shape; texts are objects."""
 
     @property
     def is_ranked(self) -> bool:

@@ -41,7 +41,7 @@ from modelyard.serve.errors import Conflict, ModelNotFound, NoSuchRoute, ServeEr
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.25
-"""From one look at what was found to the next."""
+"""Time from one look at what was found to the next."""
 SHADOWS_NICENESS = 10
 """Niceness of a candidate's workers that answer nobody: those that answer go first on a core."""
 NOTE = "rollouts"

@@ -42,7 +42,7 @@ class Plan:
     rule: str = ""
     """What must hold; empty for the usual."""
     expect: str = ""
-    """Which differences are meant; empty for none."""
+    """Differences that are meant; empty for none."""
     keeps_inputs: bool = False
     """Whether the requests of the worst differences are shown."""
     header: str = ""

@@ -211,7 +211,8 @@ class Judgement:
     reasons: tuple[str, ...] = ()
     """Sentences with numbers."""
     confidence: float | None = None
-    """Of each bound of this look, which is above that of the rule; None before a look."""
+    """Confidence of each bound of this look, which is above that of the rule; None before a
+    look."""
     bounds: dict[str, Bound] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -280,7 +281,7 @@ class Judge:
         """Return what there is to say now.
 
         Args:
-            tally: of everything since the judge began.
+            tally: tally of everything since the judge began.
             is_over: the time that the candidate was given has passed. What could not be shown in
                 it, though there was traffic enough, is refused; but for its latency, which is
                 looked at until it is known.

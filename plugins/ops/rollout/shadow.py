@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 MOST_COPIES = 64
 MOST_BYTES = 32 << 20
-"""Of all copies that wait or run, their live answers included."""
+"""Most bytes of all copies that wait or run, their live answers included."""
 MOST_COPY_BYTES = 8 << 20
-"""Of one."""
+"""Most bytes of one copy."""
 WAIT_S = 10.0
-"""After which a copy is not worth running any more."""
+"""Time after which a copy is not worth running any more."""
 LEAST_RUN_S = 5.0
-"""That a copy may run, however fast the live version was."""
+"""Least time that a copy may run, however fast the live version was."""
 SLOWER = 50
 """Times as long as the live version's own answer that a copy may run."""
 NOISE_EVERY = 10
@@ -55,7 +55,7 @@ class Copy:
     rows: int
     live: Reply
     took_s: float
-    """By the live version, from the whole body to its answer."""
+    """Time that the live version took, from the whole body to its answer."""
     since: float
     size: int
 
@@ -79,9 +79,10 @@ class Canary:
     """Sends a share of the requests to the candidate, the same ones always; a `Split`.
 
     Args:
-        salt: of the roll-out: who is among the first in one is not among the first in the next.
-        header: whose value decides, in lower case; the request's id does where it is absent, or
-            where this is empty.
+        salt: salt of the roll-out: who is among the first in one is not among the first in the
+            next.
+        header: header whose value decides, in lower case; the request's id does where it is absent,
+            or where this is empty.
     """
 
     def __init__(
@@ -124,9 +125,9 @@ class Shadow:
     """Copies a share of one version's predictions to another. Lives on the event loop.
 
     Args:
-        live: whose answers clients get.
+        live: version whose answers clients get.
         candidate: what runs the copies.
-        share: of the live version's answers, above 0 and at most 1.
+        share: share of the live version's answers, above 0 and at most 1.
         findings: what takes what was found.
     """
 
@@ -144,7 +145,7 @@ class Shadow:
         """Bytes of all copies."""
         self._count = 0
         self._again: Copy | None = None
-        """To be answered by the live version a second time."""
+        """Copy that the live version is to answer a second time."""
         self._since_noise = NOISE_EVERY
         self._soon: asyncio.Handle | None = None
         self._timer: asyncio.TimerHandle | None = None

@@ -35,24 +35,25 @@ from modelyard.serve.dataplane.wire import Buffer
 from modelyard.serve.errors import WorkerDied
 
 LEAST_FAILURES = 3
-"""Of the candidate's answers, before their share is looked at beside the rule's own looks."""
+"""Least failures among the candidate's answers, before their share is looked at beside the rule's
+own looks."""
 QUICK_ALPHA = 0.001
 """Chance that such a look is wrong."""
 MOST_KEPT = 10
 MOST_ANSWER_BYTES = 4 << 10
-"""Of an answer, from its start."""
+"""Most bytes of an answer that are kept, from its start."""
 MOST_INPUT_BYTES = 64 << 10
-"""Of a request."""
+"""Most bytes of a request that are kept."""
 
 
 class Trial:
     """What is found while a candidate is a shadow or a canary; and of its copies.
 
     Args:
-        plan: of the roll-out.
+        plan: plan of the roll-out.
         live: what the candidate is measured by.
-        metrics: of the roll-out.
-        comparer: of the server.
+        metrics: metrics of the roll-out.
+        comparer: comparer of the server.
 
     Raises:
         BadRequest: the plan's rule is none.
@@ -345,11 +346,11 @@ class Worst:
         """Keep two answers if they differ and are among the worst; of equals, the earlier ones.
 
         Args:
-            request_id: as the client or the server named the request.
+            request_id: id as the client or the server named the request.
             found: what comparing the answers found.
             live: the live version's answer.
             candidate: the candidate's answer.
-            body: of the request, as it arrived.
+            body: body of the request, as it arrived.
         """
         if found.verdict not in (Verdict.DIFFERS, Verdict.CANDIDATE_FAILED):
             return

@@ -20,14 +20,15 @@ from modelyard.serve.dataplane.worker import Worker
 MOST_RESTARTS = 3
 GOLDEN_EVERY_S = 60.0
 HUNG_S = 5.0
-"""That a request may take at least, however fast the live version is."""
+"""Least time that a request may take, however fast the live version is."""
 SLOWER = 20
 """Times the live version's 99th percentile that a request may take."""
 MEMORY_EVERY_S = 2.0
 SETTLED_S = 30.0
-"""In which memory grows as caches fill; what it grows by afterwards counts."""
+"""Time in which memory grows as caches fill; what it grows by afterwards counts."""
 GROWTH = 0.5
-"""Of its size when it had settled, that a worker may grow by, if that is more than the next."""
+"""Share of its size when it had settled that a worker may grow by, if that is more than the
+next."""
 GROWTH_BYTES = 256 << 20
 
 

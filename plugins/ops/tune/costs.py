@@ -51,20 +51,20 @@ class Costs:
     """What one model costs on one machine."""
 
     batch_ms: Annotated[dict[Size, Times], Field(min_length=1)]
-    """By batch size: how long a worker is busy with one, at each of the levels."""
+    """Time that a worker is busy with a batch, at each of the levels, for each batch size."""
     server_ms: Number
     """The server process has of its core for one request, while it has many."""
     turn_ms: Number
     """And for each turn of its event loop: one for a request that comes alone, one for its answer;
     those that come together share them."""
     wait_ms: Number
-    """That a request and its answer are on their way, with nobody busy."""
+    """Time that a request and its answer are on their way, with nobody busy."""
     worker_mb: Number
     """Memory of one worker that is its own."""
     server_mb: Number
     """Memory of the server process, and of what workers share."""
     load_s: Number
-    """From the start of a server to its first answer."""
+    """Time from the start of a server to its first answer."""
     threads: Whole
     """Threads of each worker."""
     batch_size: Whole

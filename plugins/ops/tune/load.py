@@ -24,7 +24,7 @@ from modelyard.base.quantile import nearest_rank
 from modelyard.serve.errors import StartError
 
 LONGEST_WAIT_S = 120.0
-"""For the first answer of every connection, beyond the time of the measurement."""
+"""Longest wait for the first answer of every connection, beyond the time of the measurement."""
 SHOWN_BYTES = 300
 """Bytes that are kept of the body of an answer that is an error."""
 MOST_CONNECTIONS = 1000
@@ -130,9 +130,9 @@ def run_open_load(
 
     Args:
         url: the server's.
-        mix: by kind: requests per second, and the requests, sent in turn.
+        mix: mix by kind: requests per second, and the requests, sent in turn.
         seconds: measured, after `warm_s` unseen.
-        seed: of what is drawn.
+        seed: seed of what is drawn.
 
     Raises:
         StartError: the server closed a connection, or did not answer.

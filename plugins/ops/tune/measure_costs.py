@@ -22,7 +22,7 @@ from modelyard.serve.errors import ServeError, StartError
 from modelyard.serve.policy import Policy
 
 LEAST_MS = 1e-3
-"""That a request costs the server: the clock that says so has ticks of 10 ms."""
+"""Least time that a request costs the server: the clock that says so has ticks of 10 ms."""
 LEAST_BATCHES = 20
 """Batches of a size, however long they take, up to:"""
 LONGEST_S = 20.0
@@ -49,7 +49,7 @@ def measure_costs(
     Args:
         trial: says which model, and with what bodies; each size is measured for its time.
         file: the archive, in the store.
-        cores: of this machine.
+        cores: cores of this machine.
 
     Raises:
         StartError: the model answers nothing but errors.

@@ -29,7 +29,7 @@ MOST_STATES = 4000
 FULL = 0.995
 """Utilisation from which on nothing is predicted but that it is too much."""
 ROUNDS = 6
-"""Of a fixed point: cores that are shared make times longer, which makes cores busier."""
+"""Rounds to a fixed point: cores that are shared make times longer, which makes cores busier."""
 
 
 class CannotPlan(ServeError):
@@ -73,7 +73,7 @@ class Expected:
 
     model: KnownModel
     rate: float
-    """Per second and cell."""
+    """Requests per second and cell."""
     workers: int
     busy: float
     """Share of the time that a worker is busy; above 1 it cannot keep up."""
@@ -83,7 +83,7 @@ class Expected:
     and that its own is of such a size; none where the cell cannot keep up."""
     stretch: float = 1.0
     around_s: float = 0.0
-    """Of a request, outside the worker."""
+    """Time of a request outside the worker."""
 
     @cached_property
     def latencies_s(self) -> Sequence[float]:
@@ -105,17 +105,17 @@ class CellPlan:
     models: Sequence[Expected]
     server_busy: float
     stretch: float
-    """By which times are longer for sharing the cores."""
+    """Factor by which times are longer for sharing the cores."""
 
     @property
     def memory_mb(self) -> float:
-        """Of the server with all its workers."""
+        """Memory of the server with all its workers."""
         own = sum(each.workers * each.model.costs.worker_mb for each in self.models)
         return own + max(each.model.costs.server_mb for each in self.models)
 
     @property
     def threads(self) -> int:
-        """Of all workers."""
+        """Threads of all workers."""
         return sum(each.workers * each.model.threads for each in self.models)
 
     @property
@@ -175,11 +175,11 @@ def make_plan(
     """Return the fewest cells of so many cores with which each model keeps the limit.
 
     Args:
-        models: whose shares add up to 1.
+        models: models whose shares add up to 1.
         rate: requests per second, to all cells.
-        limit_s: of the quantile of each model's latency.
+        limit_s: limit of the quantile of each model's latency.
         quantile: 0.99 for p99.
-        cores: of a cell.
+        cores: cores of a cell.
         cells: this number of them, whatever is expected.
 
     Raises:

@@ -40,7 +40,7 @@ TIE = 0.05
 WORST_TIE = 0.15
 """However large that spread is."""
 CONTENDS = 0.75
-"""After one turn, rates below this share of the best one are not measured again."""
+"""Share of the best rate below which rates are not measured again after one turn."""
 FINALISTS = 4
 STOP_S = 30.0
 
@@ -121,7 +121,7 @@ class Turn:
     """Answers per second."""
     quantiles_s: Mapping[str, float]
     load_share: float = 0.0
-    """Of one core, taken by the load itself."""
+    """Share of one core that the load itself takes."""
     failure: str = ""
     """Why it does not count."""
 
@@ -310,7 +310,7 @@ class Trial:
     """How a setting of one model is measured."""
 
     settings: Settings
-    """Whose server is started; the state folder is this trial's own."""
+    """Settings of the server that is started; the state folder is this trial's own."""
     name: str
     path: str
     bodies: Sequence[tuple[bytes, str]]

@@ -36,7 +36,7 @@ from modelyard.serve.errors import StartError, WrongUsage
 from modelyard.serve.settings import Settings, load_settings
 
 COSTS_S = 1.0
-"""For each batch size, and for each load, of what `plan` reckons with."""
+"""Time for each batch size, and for each load, of what `plan` reckons with."""
 
 tune_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

@@ -49,7 +49,7 @@ class Features:
         """Return the output (R,) float64 where only some features are as in the input.
 
         Args:
-            request: of one explanation; the others are as in its baseline.
+            request: request of one explanation; the others are as in its baseline.
             kept: (R, F) bool.
         """
         found = []
@@ -71,8 +71,8 @@ def features_of(inputs: Tensors, shapes: Shapes, groups: Groups = ()) -> Feature
     """Return the windows that lie side by side in inputs (M, *S), as features.
 
     Args:
-        inputs: of any number of rows.
-        shapes: of a window in each; where there are groups, so many of these.
+        inputs: inputs of any number of rows.
+        shapes: shapes of a window in each; where there are groups, so many of these.
         groups: see `Groups`.
     """
     count = 0

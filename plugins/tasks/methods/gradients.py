@@ -23,7 +23,7 @@ DEFAULT_NOISE = 0.15
 
 FIRST_SAMPLES = 50
 MAX_SAMPLES = 200
-"""Where draws end that nobody said a number for: a pass each."""
+"""Number of draws that end it where nobody said one: a pass each."""
 
 Draw = Callable[[], tuple[Tensors, Tensors]]
 """Gives a point (1, *S) per input, and what its gradient is multiplied by."""
@@ -57,10 +57,10 @@ def smoothgrad(
     """Return the mean of the gradients at noisy copies of the input.
 
     Args:
-        request: of one explanation.
+        request: request of one explanation.
         n_samples: copies; without it as many as `tolerance` needs, `max_samples` at most.
         noise: standard deviation of the normal noise, as a share of the request's scales.
-        seed: of the noise.
+        seed: seed of the noise.
         tolerance: the largest error.
         max_samples: where drawing ends.
 
@@ -85,10 +85,10 @@ def gradient_shap(
     """Return expected gradients: random points between input and baselines drawn from the set.
 
     Args:
-        request: of one explanation; its baseline set is drawn from.
+        request: request of one explanation; its baseline set is drawn from.
         n_samples: points; without it as many as `tolerance` needs, `max_samples` at most.
         noise: standard deviation of normal noise on the input, as a share of its scales.
-        seed: of the draws.
+        seed: seed of the draws.
         tolerance: the largest error.
         max_samples: where drawing ends.
 
@@ -119,7 +119,7 @@ def mean_gradients(
     Points are drawn one by one, so that they do not depend on how many share a pass.
 
     Args:
-        request: of one explanation.
+        request: request of one explanation.
         draw: the next point.
         n_samples: points; without it as many as `tolerance` needs, `max_samples` at most.
         tolerance: the largest error.

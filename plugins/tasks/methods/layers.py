@@ -37,7 +37,7 @@ def layer_grad_cam(request: AttributionRequest, *, at_layer: AtLayer) -> Attribu
     Negative values, which the paper cuts off, speak against the target.
 
     Args:
-        request: of one input with places, (M, C, *P).
+        request: request of one input with places, (M, C, *P).
         at_layer: takes it to the layer.
 
     Source: Selvaraju et al. 2016, section 3, https://arxiv.org/abs/1610.02391
@@ -49,8 +49,8 @@ def guided_grad_cam(request: AttributionRequest, *, at_layer: AtLayer) -> Attrib
     """Return the gradients that ReLUs let through, times Grad-CAM without its negative values.
 
     Args:
-        request: as in `layer_grad_cam`.
-        at_layer: as in `layer_grad_cam`.
+        request: request as in `layer_grad_cam`.
+        at_layer: layer as in `layer_grad_cam`.
 
     Raises:
         NoGradients: the model has no ReLU.

@@ -19,7 +19,7 @@ SAMPLES = 10
 NOISE = 0.1
 """Standard deviation of infidelity's noise, as a share of the input's range."""
 RADIUS = 0.02
-"""Of sensitivity's neighbourhood, as a share of the input's range."""
+"""Radius of sensitivity's neighbourhood, as a share of the input's range."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,11 @@ def measure(
     """Measure an explanation with `SAMPLES` draws; sensitivity explains again for each of them.
 
     Args:
-        request: of one explanation.
+        request: request of one explanation.
         attributions: (1, *S) per input.
-        method: that made them.
-        settings: that it was called with, steps fixed.
-        seed: of the draws.
+        method: method that made them.
+        settings: settings that it was called with, steps fixed.
+        seed: seed of the draws.
 
     Raises:
         BadInput: inputs that cannot be varied by a little; or captum is not installed.

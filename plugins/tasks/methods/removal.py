@@ -12,20 +12,20 @@ from modelyard.handlers.explain.attribute.method import Measurement, Result
 from modelyard.plugins.tasks.methods.features import Features, features_of
 
 SHARE = 0.1
-"""Of the features that are removed at once."""
+"""Share of the features that are removed at once."""
 DRAWS = 16
 """Random sets of as many features, beside those that come first."""
 STEPS = 10
-"""Of a curve."""
+"""Steps of a curve."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """By how much the output falls without the first tenth of the features, and a random tenth."""
+    """How far the output falls without the first tenth of the features, and a random tenth."""
 
     removed: int
     features: int
-    """That are not as in the baseline; the others take no part."""
+    """Features that are not as in the baseline; the others take no part."""
     top: float
     """The fall without the features that speak most for the target."""
     random: float
@@ -66,7 +66,7 @@ class Curves:
     """
 
     shares: list[float]
-    """Of the features, from 0 to 1."""
+    """Shares of the features, from 0 to 1."""
     deletion: list[float]
     """The output without that share, the first taken first."""
     insertion: list[float]
@@ -109,10 +109,10 @@ def check_of(request: AttributionRequest, features: Features, scores: Tensor, se
     """Remove the first tenth of the features, and `DRAWS` times a random tenth, in one batch.
 
     Args:
-        request: of one explanation; what is removed becomes its baseline.
-        features: of its inputs.
+        request: request of one explanation; what is removed becomes its baseline.
+        features: features of its inputs.
         scores: (F,) how much each feature speaks for the target.
-        seed: of the draws.
+        seed: seed of the draws.
     """
     order = _ranking(request, features, scores)
     count = len(order)
@@ -133,9 +133,9 @@ def curves_of(request: AttributionRequest, features: Features, scores: Tensor) -
     """Remove and insert the features in tenths, in one batch.
 
     Args:
-        request: as of `check_of`.
-        features: as of `check_of`.
-        scores: as of `check_of`.
+        request: request as of `check_of`.
+        features: features as of `check_of`.
+        scores: scores as of `check_of`.
     """
     order = _ranking(request, features, scores)
     shares = [step / STEPS for step in range(STEPS + 1)]

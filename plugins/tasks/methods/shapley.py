@@ -24,7 +24,7 @@ from modelyard.plugins.tasks.methods.features import Features, features_of
 from modelyard.plugins.tasks.methods.gradients import DRAWS, enough
 
 LEAST_BUDGET = 1024
-"""Of kernel_shap, where nobody said one: all sets of ten features."""
+"""Least budget of kernel_shap, where nobody said one: all sets of ten features."""
 
 Bools = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float64]
@@ -57,7 +57,7 @@ class Game:
             players: two or more.
             worth: sets (R, M), true for who is in → (R,).
             total: the worth of all players less that of none.
-            seed: of the draws.
+            seed: seed of the draws.
         """
         self.players = players
         self.worth = worth
@@ -224,11 +224,11 @@ def kernel_shap(
     where they fit into the budget; else sets are drawn, each with its complement.
 
     Args:
-        request: of one explanation.
-        shapes: as in `feature_ablation`.
-        groups: as in `occlusion`.
+        request: request of one explanation.
+        shapes: shapes as in `feature_ablation`.
+        groups: groups as in `occlusion`.
         n_samples: sets, or all there are; without it as many as `tolerance` needs.
-        seed: of the draws.
+        seed: seed of the draws.
         tolerance: the largest error.
         max_samples: where drawing ends without `n_samples`; 4 for each feature and 200 more, or
             1024, without it.
@@ -270,7 +270,7 @@ class _Coalitions:
         self.request = request
         self.features = features
         self.playing = features.differing(request)
-        """Which features are not as in the baseline, the players."""
+        """Features that are not as in the baseline, the players."""
         ends = np.array([[True], [False]]).repeat(self.players, 1)
         whole, none = self.worth(ends).tolist()
         self.total = whole - none

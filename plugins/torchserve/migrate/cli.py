@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from modelyard.plugins.torchserve.migrate.models import Finding, Report
 
 MOST_INDENT = 24
-"""Of what stands beside a key or model; a longer one has a line of its own."""
+"""Widest column of what stands beside a key or model; a longer one has a line of its own."""
 
 migrate_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

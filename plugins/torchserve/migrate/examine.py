@@ -30,7 +30,7 @@ from modelyard.serve.control.sizing import available_memory
 from modelyard.serve.errors import StartError
 
 SERVER_BYTES = 200 << 20
-"""Of the server's process, and of the one that workers are forked from."""
+"""Memory of the server's process, and of the one that workers are forked from."""
 LOST = {"plugins_path"}
 """Keys without effect whose work nothing here does."""
 
@@ -48,11 +48,11 @@ def examine(
     """Return what works, what changes and what will not; nothing of an archive is run.
 
     Args:
-        options: with which `torchserve` would be started.
+        options: options with which `torchserve` would be started.
         environment: its variables.
         directory: where it would be started.
         tries: a worker is started for each archive that can be served, where its code does run.
-        on_step: for progress.
+        on_step: callback for progress.
     """
     on_step("configuration")
     # The file that is named here counts, whatever the environment names.

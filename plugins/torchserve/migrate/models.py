@@ -37,7 +37,7 @@ from modelyard.serve.errors import LoadFailed, ServeError, UrlRefused
 FORKED_BYTES = 50 << 20
 """What a worker adds that is forked, beside its model; others import torch, and take more."""
 PLAIN_BYTES = 20 << 20
-"""Of a worker whose handler needs no torch."""
+"""Memory of a worker whose handler needs no torch."""
 INSTALL = (
     "install it beside Modelyard; or name it in the archive's requirements, and set "
     "install_py_dep_per_model=true"
@@ -75,7 +75,7 @@ class Model:
     workers: int
     batch_size: int
     memory_bytes: int
-    """Of all its workers; an estimate, or what one took in a trial, times the workers."""
+    """Memory of all its workers; an estimate, or what one took in a trial, times the workers."""
     is_measured: bool = False
 
 
@@ -118,7 +118,7 @@ class Looked:
     spec: ModelSpec
     findings: list[Finding]
     model: Model | None = None
-    """Where it is served at the start, and can be."""
+    """Model as it is served at the start, where it can be."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def look_at_store(policy: TorchServePolicy, rules: UrlRules) -> Iterator[Looked]
     """Yield what becomes of each archive: those of the start, then the others of the store.
 
     Args:
-        policy: of the server that would serve them.
+        policy: policy of the server that would serve them.
         rules: what may be fetched.
     """
     store, specs = policy.settings.model_store, list[ModelSpec]()
@@ -163,7 +163,7 @@ async def try_archives(policy: TorchServePolicy, looked: Sequence[Looked]) -> li
     """Load each archive that can be served in a worker, behind the walls of the server.
 
     Args:
-        policy: of the server that would serve them, with a state folder of its own.
+        policy: policy of the server that would serve them, with a state folder of its own.
         looked: archives of the store.
 
     Returns:

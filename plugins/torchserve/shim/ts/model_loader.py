@@ -79,7 +79,7 @@ class TsModelLoader:
         Args:
             model_name: the context's.
             model_dir: an unpacked archive.
-            handler: as in the manifest.
+            handler: handler as in the manifest.
             gpu_id: the device's number, None for the CPU.
             batch_size: the context's.
             envelope: one of `ENVELOPES`.

@@ -55,7 +55,7 @@ class ModelExportUtils:
         """Copy what is to be packed into a new folder, which is the caller's; return its path.
 
         Args:
-            files: by the names of `ModelArchiverConfig`.
+            files: files by the names of `ModelArchiverConfig`.
         """
         given = {name.replace("-", "_"): file for name, file in files.items() if file is not None}
         named = {"handler": "base_handler", **given, "model_name": model_name, "version": ""}

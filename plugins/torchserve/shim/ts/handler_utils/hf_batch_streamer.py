@@ -17,7 +17,7 @@ class TextIteratorStreamerBatch:
         batch_size: number of rows.
         skip_prompt: leave out the tokens of the prompt.
         timeout: longest wait for new text, in seconds; None waits without limit.
-        decode_kwargs: for the tokenizer's `decode`.
+        decode_kwargs: arguments for the tokenizer's `decode`.
     """
 
     def __init__(

@@ -44,7 +44,7 @@ class CachingMetric:
 
         Args:
             value: a number; of a counter not below 0.
-            dimension_values: as many as there are dimension names, in their order.
+            dimension_values: values as many as there are dimension names, in their order.
             request_id: the requests that it is about, separated by commas.
         """
         values = list(dimension_values or ())

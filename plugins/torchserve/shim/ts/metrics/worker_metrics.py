@@ -15,7 +15,7 @@ class WorkerMetrics(MetricsCacheYamlImpl):
     """A metrics cache that keeps every value until the worker's loop takes them.
 
     Args:
-        context: whose requests the values are about.
+        context: context whose requests the values are about.
         declared: `model_metrics` of the server's metrics.yaml, None without one.
     """
 

@@ -45,7 +45,7 @@ class BaseHandler(ABC):  # noqa: B024  authors ask isinstance(…, ABC)
         manifest: the archive's, as written.
         model_yaml_config: the archive's model-config.yaml.
         explain: whether there has ever been a request for an explanation.
-        profiler_args: for `torch.profiler.profile`, where ENABLE_TORCH_PROFILER is set.
+        profiler_args: arguments for `torch.profiler.profile`, where ENABLE_TORCH_PROFILER is set.
     """
 
     def __init__(self) -> None:
