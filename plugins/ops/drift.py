@@ -149,7 +149,7 @@ class Drift:
         if not self._explainers.slots:
             self._model.start_explainers()
         worker = next((w for w in self._explainers.workers if w.is_idle), None)
-        if worker is None or any(queue.waiting for queue in self._model.batchers):
+        if worker is None or any(queue.waiting > 0 for queue in self._model.batchers):
             self._counts["busy"].inc()
             return
         worker.run_aside(job.head, job.parts, job.flags & _OF_A_JOB | wire.SHARES, self)
