@@ -1,1 +1,1 @@
-"""Servers beyond one machine: cells of Ray Serve, and containers of KServe's."""
+"""Where servers run: this machine, images, containers of KServe's, cells of Ray Serve."""

@@ -1,7 +1,10 @@
-"""Subcommands of servers beyond one machine; the code is loaded when one runs."""
+"""Subcommands about where servers run; the code is loaded when one runs."""
 
 from modelyard.base.plugins import Command
 
+DOCTOR = Command(
+    "modelyard.plugins.cluster.doctor.cli", "doctor_app", "Report what works here, and what to do."
+)
 KSERVE = Command(
     "modelyard.plugins.cluster.kserve.cli",
     "kserve_app",

@@ -2,9 +2,6 @@
 
 from modelyard.base.plugins import Command
 
-DOCTOR = Command(
-    "modelyard.plugins.ops.doctor.cli", "doctor_app", "Report what works here, and what to do."
-)
 PLAN = Command(
     "modelyard.plugins.ops.tune.plan_cli",
     "plan_app",

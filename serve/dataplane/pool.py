@@ -407,7 +407,7 @@ class Pool:
         if self._retries:
             self._serve_retries()
         for batcher in self._batchers:
-            if batcher.waiting:
+            if batcher.queued:
                 batcher.wake()
 
     def lost(self, worker: Worker) -> None:

@@ -196,11 +196,12 @@ class Front:
         Raises:
             ModelNotFound, VersionNotFound, Unavailable: there is no such model, or not yet.
         """
-        version = target.version
+        path = target.path
+        version = (path[1] or None) if len(path) > 1 else None
         try:
-            model = self.registry.get(target.path[0], version)
+            model = self.registry.get(path[0], version)
         except ModelNotFound:
-            model = find_model(self.registry, self.state, target.path[0], version)
+            model = find_model(self.registry, self.state, path[0], version)
         if splits := self.registry.splits:
             split = splits.get(model.name)
             if split is not None and target.kind == PREDICT and version is None:

@@ -11,9 +11,9 @@ import pytest
 from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
-from modelyard.plugins.ops.doctor import checks as doctor
-from modelyard.plugins.ops.doctor.checks import FAIL, OK, WARN, Check
-from modelyard.plugins.ops.doctor.cli import doctor_app
+from modelyard.plugins.cluster.doctor import checks as doctor
+from modelyard.plugins.cluster.doctor.checks import FAIL, OK, WARN, Check
+from modelyard.plugins.cluster.doctor.cli import doctor_app
 from modelyard.serve.settings import Settings, load_settings
 from tests.serve.live import modelyard, running
 

@@ -1,6 +1,6 @@
 """Import and try libraries in a process of its own.
 
-Started as `python -P -m modelyard.plugins.ops.doctor.probe NAME…`.
+Started as `python -P -m modelyard.plugins.cluster.doctor.probe NAME…`.
 
 A library that is broken may end the process that imports it. One JSON line comes before each import
 and one after, so whoever reads them knows the culprit. `cuda` is tried like a library.

@@ -180,7 +180,7 @@ def try_modules(names: Sequence[str]) -> dict[str, dict[str, Any]]:
     tried: dict[str, dict[str, Any]] = {}
     left = [*names, "cuda"]
     while left:
-        command = [sys.executable, "-P", "-m", "modelyard.plugins.ops.doctor.probe", *left]
+        command = [sys.executable, "-P", "-m", "modelyard.plugins.cluster.doctor.probe", *left]
         try:
             ran = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_S)
             ended, output = (

@@ -44,7 +44,7 @@ def doctor(
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Make the checks and print them."""
-    from modelyard.plugins.ops.doctor.checks import FAIL, WARN, Check, examine
+    from modelyard.plugins.cluster.doctor.checks import FAIL, WARN, Check, examine
     from modelyard.serve.settings import load_settings
 
     with known_errors():
