@@ -70,6 +70,8 @@ def restrict(rules: Iterable[tuple[str, int]] | None) -> None:
     for right, since in _SINCE.items():
         if known < since:
             handled &= ~right
+    if not handled:
+        return  # the first version has nothing to give up but files, and takes no empty ruleset
     ruleset = _Ruleset(handled, 0, _SCOPES if known >= SCOPES_SINCE else 0)
     size = ctypes.sizeof(ruleset) if known >= SCOPES_SINCE else 8
     descriptor = syscall(_CREATE_RULESET, ctypes.byref(ruleset), size, 0)

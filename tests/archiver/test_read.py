@@ -43,8 +43,7 @@ def problems(path: Path) -> tuple[str, ...]:
 
 def rewrite(path: Path, change: Callable[[dict[str, bytes]], None]) -> None:
     """Write the archive again with other content, as a zip without a flaw."""
-    with zipfile.ZipFile(path) as zipped:
-        content = {name: zipped.read(name) for name in zipped.namelist()}
+    content = _content(path)
     change(content)
     write_zip(path, content)
 
@@ -103,6 +102,9 @@ def test_torchserves_archive_opens_without_digests(tmp_path: Path, method: int) 
         "sub/größe.txt": b"1",
         "weights.pt": os.urandom(3_000_000),
         "empty": b"",
+        "two/folders/": b"",
+        "late/file.txt": b"2",
+        "late/": b"",
         MANIFEST_NAME: json.dumps(TORCHSERVE_MANIFEST).encode(),
     }
     write_zip(tmp_path / "noop.mar", content, method)
@@ -112,7 +114,8 @@ def test_torchserves_archive_opens_without_digests(tmp_path: Path, method: int) 
         assert opened.manifest.handler == "noop.py:handle"
         opened.unpack(tmp_path / "out")
 
-    assert tree(tmp_path / "out") == {k: v for k, v in content.items() if k != "sub/"}
+    assert tree(tmp_path / "out") == {k: v for k, v in content.items() if not k.endswith("/")}
+    assert (tmp_path / "out" / "two" / "folders").is_dir()
 
 
 def test_digest_of_an_unsealed_archive_covers_every_file(tmp_path: Path) -> None:
@@ -160,14 +163,15 @@ def test_every_flipped_byte_is_found(archive: Path) -> None:
 
 
 def test_flipped_byte_in_a_weight_is_named_by_its_digest(archive: Path) -> None:
-    data = bytearray(archive.read_bytes())
-    data[data.index(b"digits.pt2 digits.pt2 ") + 500] ^= 1
-    archive.write_bytes(data)
+    old = _content(archive)["digits.pt2"]
+    new = old[:500] + bytes([old[500] ^ 1]) + old[501:]
+    archive.write_bytes(archive.read_bytes().replace(old, new))
 
-    (problem,) = problems(archive)
-
-    assert problem.startswith('"digits.pt2": SHA-256 is ')
-    assert problem.endswith("the file is damaged or was changed")
+    was, found = (hashlib.sha256(each).hexdigest()[:12] for each in (old, new))
+    assert problems(archive) == (
+        f'"digits.pt2": SHA-256 is {found}…, the manifest says {was}…: the file is damaged or was '
+        "changed",
+    )
 
 
 def test_flipped_byte_without_digests_is_found_by_its_checksum(tmp_path: Path) -> None:
@@ -230,22 +234,45 @@ def test_wrong_manifest_fields_are_named(archive: Path) -> None:
     )
 
 
-def test_zip_without_manifest_is_refused(tmp_path: Path) -> None:
+def test_a_handler_that_is_not_in_the_archive_is_named_without_its_function(archive: Path) -> None:
+    def change(content: dict[str, bytes]) -> None:
+        manifest = json.loads(content[MANIFEST_NAME])
+        manifest["model"]["handler"] = "lost.py:handle"
+        content[MANIFEST_NAME] = json.dumps(manifest).encode()
+
+    rewrite(archive, change)
+
+    assert problems(archive) == (
+        'MAR-INF/MANIFEST.json: model.handler: "lost.py" is not in the archive',
+    )
+
+
+def test_zip_without_manifest_is_refused_unless_none_is_needed(tmp_path: Path) -> None:
     write_zip(tmp_path / "a.mar", {"noop.py": b""})
 
     assert problems(tmp_path / "a.mar") == (
         "MAR-INF/MANIFEST.json is missing: this zip is not a model archive",
     )
+    with open_archive(tmp_path / "a.mar", needs_manifest=False) as opened:
+        assert (opened.names, opened.manifest.model_name) == (("noop.py",), None)
+
+
+def test_a_manifest_that_is_not_needed_is_read_where_there_is_one(tmp_path: Path) -> None:
+    write_zip(tmp_path / "a.mar", {MANIFEST_NAME: json.dumps(TORCHSERVE_MANIFEST).encode()})
+
+    with open_archive(tmp_path / "a.mar", needs_manifest=False) as opened:
+        assert opened.manifest.model_name == "noop"
 
 
 def test_manifest_over_the_limit_is_not_read(tmp_path: Path) -> None:
-    data = json.dumps({**TORCHSERVE_MANIFEST, "x": os.urandom(1_000_000).hex()}).encode()
-    write_zip(tmp_path / "a.mar", {MANIFEST_NAME: data})
+    data = json.dumps({**TORCHSERVE_MANIFEST, "x": os.urandom(500_000).hex()}).encode()
+    write_zip(tmp_path / "most.mar", {MANIFEST_NAME: data.ljust(1 << 20)})
+    write_zip(tmp_path / "more.mar", {MANIFEST_NAME: data.ljust((1 << 20) + 1)})
 
-    (problem,) = problems(tmp_path / "a.mar")
-
-    assert problem.startswith("MAR-INF/MANIFEST.json has ")
-    assert problem.endswith("at most 1048576 are read")
+    open_archive(tmp_path / "most.mar").close()
+    assert problems(tmp_path / "more.mar") == (
+        "MAR-INF/MANIFEST.json has 1048577 bytes; at most 1048576 are read",
+    )
 
 
 @pytest.mark.parametrize(
@@ -314,6 +341,21 @@ def test_what_was_written_while_it_was_checked_is_what_is_unpacked(
     assert b"class DigitsHandler" in (tmp_path / "out" / "handler.py").read_bytes()
 
 
+def test_an_archive_that_cannot_be_written_while_it_is_checked_is_an_error(
+    archive: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        ArchiveError, match=r"^cannot unpack digits\.mar: No such file or directory"
+    ):
+        open_archive(archive, staging=tmp_path / "absent")
+
+
+def test_an_archive_may_be_closed_twice(archive: Path, tmp_path: Path) -> None:
+    with open_archive(archive, staging=tmp_path) as opened:
+        opened.close()
+    assert not list(tmp_path.glob(".*"))
+
+
 def lengthen(content: dict[str, bytes]) -> None:
     content["digits.onnx"] += b"!"
 
@@ -359,7 +401,7 @@ def test_progress_ends_at_the_total(archive: Path) -> None:
 
     open_archive(archive, progress=lambda done, total: seen.append((done, total))).close()
 
-    assert seen[-1][0] == seen[-1][1] == sum(map(len, _contents(archive)))
+    assert seen[-1][0] == seen[-1][1] == sum(map(len, _content(archive).values()))
 
 
 def test_failed_opening_leaves_no_open_file(archive: Path) -> None:
@@ -372,9 +414,9 @@ def test_failed_opening_leaves_no_open_file(archive: Path) -> None:
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
-def _contents(path: Path) -> list[bytes]:
+def _content(path: Path) -> dict[str, bytes]:
     with zipfile.ZipFile(path) as zipped:
-        return [zipped.read(name) for name in zipped.namelist()]
+        return {name: zipped.read(name) for name in zipped.namelist()}
 
 
 def with_checksum(content: bytes, checksum: int) -> bytes:
@@ -396,8 +438,7 @@ def with_checksum(content: bytes, checksum: int) -> bytes:
 def test_a_change_after_the_check_that_keeps_size_and_checksum_is_refused(
     archive: Path, tmp_path: Path
 ) -> None:
-    with zipfile.ZipFile(archive) as zipped:
-        content = {name: zipped.read(name) for name in zipped.namelist()}
+    content = _content(archive)
     write_zip(archive, content, zipfile.ZIP_STORED)
     old = content["digits.pt2"]
     new = with_checksum(b"x" + old[1:], zlib.crc32(old))

@@ -15,6 +15,8 @@ from modelyard.serve.errors import Forbidden, StartError, Unauthorized
 from modelyard.serve.http import watched
 from modelyard.serve.http.application import TokenCheck
 from modelyard.serve.http.tokens import (
+    LEAST_CHARACTERS,
+    MOST_BYTES,
     MOST_TOKENS,
     RIGHTS,
     make_grant,
@@ -154,6 +156,33 @@ def test_there_are_not_too_many_tokens() -> None:
     assert len(parse_grants([line] * MOST_TOKENS)) == MOST_TOKENS
     with pytest.raises(ValueError, match="101 tokens; expected 100 at most"):
         parse_grants([line] * (MOST_TOKENS + 1))
+
+
+@pytest.mark.parametrize(
+    ("token", "is_one"),
+    [
+        ("x" * LEAST_CHARACTERS, True),
+        ("x" * (LEAST_CHARACTERS - 1), False),
+        ("x" * LEAST_CHARACTERS + " ", False),
+        ("ü" * LEAST_CHARACTERS, False),
+    ],
+)
+def test_a_token_that_somebody_chose_is_long_and_visible(token: str, is_one: bool) -> None:
+    if is_one:
+        assert make_grant("app", "predict", token).name == "app"
+    else:
+        with pytest.raises(ValueError, match="a token has 32 characters or more, visible ones"):
+            make_grant("app", "predict", token)
+
+
+def test_a_token_file_has_a_megabyte_at_most(tmp_path: Path) -> None:
+    file = tmp_path / "tokens.txt"
+    line = f"{make_grant('app', 'predict', KEY)}\n".encode()
+    file.write_bytes(line.rjust(MOST_BYTES, b"\n"))
+    assert [grant.name for grant in read_token_file(file)] == ["app"]
+    file.write_bytes(line.rjust(MOST_BYTES + 1, b"\n"))
+    with pytest.raises(StartError, match=rf"the token file {file}: more than 1048576 bytes"):
+        read_token_file(file)
 
 
 @pytest.mark.parametrize("given", ["two lines", "two in one", "a list"])

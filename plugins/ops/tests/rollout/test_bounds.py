@@ -37,6 +37,10 @@ def test_the_incomplete_beta_function_is_that_of_scipy() -> None:
         )
 
 
+def test_no_share_is_below_0_or_above_1() -> None:
+    assert [incomplete_beta(x, 2, 3) for x in (-0.5, 0.0, 1.0, 1.5)] == [0, 0, 1, 1]
+
+
 def test_no_difference_in_n_leaves_three_in_n() -> None:
     assert upper(0, 300, 0.05) == pytest.approx(3 / 300, rel=0.01)
     assert upper(0, 297, 0.05) > 0.01 > upper(0, 299, 0.05)

@@ -1,0 +1,226 @@
+"""What walls are made of: a filter of system calls, and Landlock."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import socket
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from modelyard.serve.walls import calls, landlock
+
+ALLOWED, REFUSED = 0x7FFF0000, 0x00050001
+
+
+def judge(machine: str, has_network: bool, number: int, *arguments: int) -> int:
+    """Run the filter as the kernel does, and return its verdict."""
+    architecture = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}[machine]
+    words = [*arguments, *(0,) * (6 - len(arguments))]
+    data = struct.pack("=IIQ6Q", number, architecture, 0, *words)
+    program = [struct.unpack("HBBI", each) for each in calls._program(machine, has_network, 77)]
+    at = value = 0
+    while True:
+        code, if_true, if_false, operand = program[at]
+        at += 1
+        if code == 0x20:
+            (value,) = struct.unpack_from("=I", data, operand)
+        elif code == 0x54:
+            value &= operand
+        elif code == 0x06:
+            return int(operand)
+        else:
+            is_true = {
+                0x15: value == operand,
+                0x35: value >= operand,
+                0x45: bool(value & operand),
+            }[code]
+            at += if_true if is_true else if_false
+
+
+OF_ITSELF: dict[str, tuple[tuple[int, ...], int | None]] = {
+    "prlimit64": ((), None),
+    "sched_setparam": ((), None),
+    "sched_setscheduler": ((), None),
+    "sched_setattr": ((), None),
+    "setpriority": ((os.PRIO_PROCESS,), os.PRIO_USER),
+    "ioprio_set": ((1,), 3),
+}
+"""Call → its arguments before the process, and the first one with which it means a user's all."""
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_the_filter_judges_alike_on_both_architectures(machine: str) -> None:
+    column = ["x86_64", "aarch64"].index(machine)
+    unix, internet, packet, route = 1, 2, 17, 16
+    stream, raw, cloexec = 1, 3, 0o2000000
+    for numbers in calls._DENIED.values():
+        assert judge(machine, True, numbers[column]) == REFUSED
+    clone, socket_ = calls._CLONE[column], calls._SOCKET[column]
+    assert judge(machine, True, clone, 0x3D0F00) == ALLOWED  # a thread
+    assert judge(machine, True, clone, 0x10000000 | 17) == REFUSED  # with a user namespace
+    assert judge(machine, True, 435) == 0x00050000 | 38  # clone3: ENOSYS
+    for family, kind, verdict in (
+        (internet, stream | cloexec, ALLOWED),
+        (unix, stream, ALLOWED),
+        (internet, raw | cloexec, REFUSED),
+        (packet, raw, REFUSED),
+        (route, raw | cloexec, ALLOWED),
+        (40, stream, REFUSED),
+    ):
+        assert judge(machine, True, socket_, family, kind) == verdict
+        assert judge(machine, False, socket_, family, kind) == REFUSED
+    assert judge(machine, True, socket_, route, raw, 9) == REFUSED  # another part of the kernel
+    assert OF_ITSELF.keys() == calls._OF_ITSELF.keys()
+    for name, (before, user) in OF_ITSELF.items():
+        number = calls._OF_ITSELF[name][column]
+        verdicts = [judge(machine, False, number, *before, pid) for pid in (0, 77, 1)]
+        assert verdicts == [ALLOWED, ALLOWED, REFUSED], name
+        if user is not None:
+            assert judge(machine, False, number, user, 0) == REFUSED, name
+    assert judge(machine, False, 0x40000000) == REFUSED
+    assert judge(machine, False, 0) == ALLOWED
+
+
+def test_the_numbers_are_those_of_this_machine() -> None:
+    """A wrong one would refuse another call: the kernel's own list knows, where it is there."""
+    headers = [
+        *Path("/usr/include").glob(f"{platform.machine()}-linux-gnu/asm/unistd_64.h"),
+        Path("/usr/include/asm-generic/unistd.h"),
+    ]
+    column = {"x86_64": 0, "aarch64": 1}
+    for file in headers:
+        machine = "aarch64" if "generic" in file.parts[-2] else platform.machine()
+        if not file.exists() or machine not in column:
+            continue
+        there = {}
+        for line in file.read_text(encoding="utf-8").splitlines():
+            match line.split():
+                case ["#define", name, number] if number.isdigit():
+                    there[name.removeprefix("__NR_").removeprefix("__NR3264_")] = int(number)
+        others = {"clone": calls._CLONE, "clone3": calls._CLONE3, "socket": calls._SOCKET}
+        for name, numbers in {**calls._DENIED, **calls._OF_ITSELF, **others}.items():
+            assert there.get(name, numbers[column[machine]]) == numbers[column[machine]], name
+
+
+def test_calls_since_linux_5_1_have_one_number_everywhere() -> None:
+    """Headers that are older than a call do not know it."""
+    for name, (one, other) in calls._DENIED.items():
+        assert one == other or max(one, other) < 424, name
+
+
+def test_a_machine_whose_calls_are_not_known_has_no_filter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
+    assert not calls.is_supported()
+
+
+@pytest.mark.parametrize(
+    ("version", "rights"),
+    [(1, 13), (2, 14), (3, 15), (4, 15), (5, 16), (6, 16), (7, 16)],
+)
+def test_each_version_of_landlock_gets_all_that_it_knows_and_no_more(
+    version: int, rights: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is unknown to a kernel it answers with EINVAL, and the wall is lacking."""
+    (tmp_path / "file").touch()
+    asked, granted = [], []
+
+    def answer(number: int, *words: Any) -> int:
+        if number == 444 and words == (None, 0, 1):
+            return version
+        if number == 444:
+            assert words[1:] in ((8, 0), (24, 0))
+            data = ctypes.string_at(words[0], words[1])
+            asked.append(struct.unpack("=3Q", data.ljust(24, b"\0")))
+            assert any(asked[-1])  # else ENOMSG
+            return os.open("/dev/null", os.O_RDONLY)
+        if number == 445:
+            assert (words[1], words[3]) == (1, 0)
+            granted.append(struct.unpack("=Qi", ctypes.string_at(words[2], 12))[0])
+            return 0
+        assert (number, words[1]) == (446, 0)
+        return 0
+
+    monkeypatch.setattr(landlock, "syscall", answer)
+    everything = (1 << 16) - 1
+    landlock.restrict((str(tmp_path / name), everything) for name in ("", "file", "absent"))
+    known = (1 << rights) - 1
+    assert asked == [(known, 0, 0b11 if version >= 6 else 0)]
+    assert granted == [known, known & (0b111 | 1 << 14 | 1 << 15)]
+
+    asked.clear()
+    granted.clear()
+    landlock.restrict(None)
+    to_another_folder = [1 << 13] if version >= 2 else []
+    assert [files for files, _, _ in asked] == granted == to_another_folder
+
+
+SCOPES = """
+import os, socket, sys
+from modelyard.serve.walls import kernel, landlock
+kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+folder, walls, address = sys.argv[1:]
+rules = [("/absent", landlock.READ), ("/", landlock.READ | landlock.WRITE)]
+if walls != "none":
+    landlock.restrict(rules if walls == "files too" else None)
+os.mkdir(f"{folder}/other")
+os.rename(f"{folder}/file", f"{folder}/other/file")
+for attempt in (
+    lambda: os.kill(os.getppid(), 0),
+    lambda: socket.socket(socket.AF_UNIX).connect(f"\\0{address}"),
+):
+    try:
+        attempt()
+        print("got")
+    except PermissionError:
+        print("refused")
+"""
+
+
+@pytest.mark.skipif(landlock.version() < 6, reason="this kernel's Landlock has no scopes")
+@pytest.mark.parametrize("walls", ["files too", "signals only", "none"])
+def test_what_is_outside_gets_no_signal_of_the_same_user(tmp_path: Path, walls: str) -> None:
+    (tmp_path / "file").touch()
+    with socket.socket(socket.AF_UNIX) as listener:
+        address = f"modelyard-test-{os.getpid()}"
+        listener.bind(f"\0{address}")
+        listener.listen()
+        command = [sys.executable, "-P", "-c", SCOPES, str(tmp_path), walls, address]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["got" if walls == "none" else "refused"] * 2
+
+
+DEVICES = """
+import os, stat, sys
+from modelyard.serve.walls import kernel, landlock
+kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+folder = sys.argv[1]
+if sys.argv[2] == "walls":
+    landlock.restrict([("/", landlock.READ), (folder, landlock.READ | landlock.WRITE)])
+open(f"{folder}/file", "w").close()
+os.mkfifo(f"{folder}/pipe")
+for name, kind, device in (("null", stat.S_IFCHR, (1, 3)), ("ram", stat.S_IFBLK, (1, 0))):
+    try:
+        os.mknod(f"{folder}/{name}", kind | 0o600, os.makedev(*device))
+        print(name, "made")
+    except PermissionError:
+        print(name, "refused")
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may make devices, walls or not")
+@pytest.mark.parametrize(("walls", "outcome"), [("walls", "refused"), ("none", "made")])
+def test_where_a_worker_may_write_it_makes_no_device(
+    tmp_path: Path, walls: str, outcome: str
+) -> None:
+    command = [sys.executable, "-c", DEVICES, str(tmp_path), walls]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [f"null {outcome}", f"ram {outcome}"]
