@@ -22,7 +22,6 @@ from modelyard.serve.errors import ServeError, StartError, WrongUsage, exit_code
 if TYPE_CHECKING:
     from modelyard.serve.control.state import StateDir
     from modelyard.serve.settings import Settings
-    from modelyard.serve.tools.client import Endpoint
 
 _F = TypeVar("_F", bound=Callable[..., None])
 
@@ -85,15 +84,6 @@ _SERVER_OPTIONS: Mapping[str, Any] = {
 """The options of every command that asks a running server."""
 
 
-def endpoint(
-    api: str, url: str | None, token: str | None, ca: Path | None, state_dir: Path | None
-) -> Endpoint:
-    """Return the API that a command's options mean: of a URL, else of the state folder's server."""
-    from modelyard.serve.tools.client import find_endpoint
-
-    return find_endpoint(api, state_folder(state_dir), url, token, ca)
-
-
 def asks(app: typer.Typer, api: str = "management", name: str | None = None) -> Callable[[_F], _F]:
     """Return a decorator that makes a function a command which asks a running server.
 
@@ -112,8 +102,11 @@ def asks(app: typer.Typer, api: str = "management", name: str | None = None) -> 
             *, url: str | None, token: str | None, ca: Path | None, state_dir: Path | None,
             json_output: bool, **given: Any,
         ) -> None:  # fmt: skip
+            from modelyard.serve.tools.client import find_endpoint
+
             with known_errors():
-                function(endpoint(api, url, token, ca, state_dir), json_output, **given)
+                at = find_endpoint(api, state_folder(state_dir), url, token, ca)
+                function(at, json_output, **given)
 
         own = list(inspect.signature(function).parameters.values())[2:]
         by_name = inspect.Parameter.KEYWORD_ONLY
