@@ -20,6 +20,7 @@ PAGE = 100
 def management_routes(registry: Registry, lifecycle: Lifecycle) -> APIRouter:
     """Return the routes for operators."""
     router = APIRouter(tags=["management"], responses=error_responses(400, 401, 404))
+    scaled = error_responses(409, 500, 507)
 
     def describe(model: ModelVersion) -> dict[str, Any]:
         return describe_model(model, registry.is_default(model))
@@ -68,7 +69,7 @@ def management_routes(registry: Registry, lifecycle: Lifecycle) -> APIRouter:
             f'Model "{model.name}" Version: {model.version} registered with {count} initial workers'
         )
 
-    @router.put("/models/{model}", summary="Scale", responses=error_responses(500, 507))
+    @router.put("/models/{model}", summary="Scale", responses=scaled)
     async def scale(
         model: ModelName,
         min_worker: Annotated[int, Query(ge=0, le=1024)] = 1,
@@ -77,7 +78,7 @@ def management_routes(registry: Registry, lifecycle: Lifecycle) -> APIRouter:
         """Have `min_worker` workers of the default version; answers when they are ready."""
         return await scale_version(model, None, min_worker, max_worker)
 
-    @router.put("/models/{model}/{version}", summary="Scale a version")
+    @router.put("/models/{model}/{version}", summary="Scale a version", responses=scaled)
     async def scale_one(
         model: ModelName,
         version: Version,

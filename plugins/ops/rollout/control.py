@@ -36,7 +36,7 @@ from modelyard.serve.control.register import Lifecycle
 from modelyard.serve.control.registry import ModelVersion
 from modelyard.serve.control.restore import Report
 from modelyard.serve.dataplane.metrics import Metrics
-from modelyard.serve.errors import Conflict, ModelNotFound, NoSuchRoute, ServeError
+from modelyard.serve.errors import BadRequest, Conflict, ModelNotFound, NoSuchRoute, ServeError
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +83,7 @@ class Rollout:
         return {
             "model": record.model,
             "state": record.state,
+            "label": record.label,
             "since": record.since,
             "candidate": vars(record.candidate),
             "live": vars(record.live),
@@ -119,7 +120,7 @@ class Rollout:
         """
         said = "nothing was compared: it had no shadow"
         if self.trial is not None:
-            judgement = self.trial.judge()
+            judgement = self.trial.explain()
             if judgement.verdict is Outcome.PASS:
                 return
             said = f"the judgement is {judgement.verdict}: {'; '.join(judgement.reasons)}"
@@ -290,7 +291,7 @@ class Rollouts:
         trial, record = rollout.trial, rollout.record
         if trial is None:
             return
-        why, verdict = trial.danger(), Outcome.FAIL
+        why, verdict = trial.watch.look(), Outcome.FAIL
         is_sure = why is not None
         if why is None:
             judgement = trial.judge()
@@ -443,12 +444,13 @@ class Rollouts:
         for name, content in noted.items():
             try:
                 record = Record.from_json(content)
+                parse_rule(record.plan.rule, record.plan.expect)
                 live = self._registry.get(name)
                 if record.state is State.DEFAULT and live.version != record.candidate.version:
                     raise ValueError(
                         f"{record.candidate.version} was the default, and {live.version} is served"
                     )
-            except (ValueError, ModelNotFound) as error:
+            except (ValueError, ModelNotFound, BadRequest) as error:
                 logger.error("the roll-out of %s cannot be restored: %s", name, error)
             else:
                 await self._restore(record, live, report)

@@ -3,8 +3,9 @@
 A copy is taken when the live answer has been given out, and costs no client anything: it waits in a
 queue of its own, bounded in number and bytes, for a worker of the candidate that has nothing to do,
 and not while requests wait for the live version. It has a deadline of its own and is never tried
-again; what finds no room is dropped and counted. One of ten goes to the live version a second time,
-in a batch of its own: what then differs is the noise that the candidate is measured against.
+again; what finds no room is dropped and counted. One of ten, and each one while there is doubt,
+goes to the live version a second time, in a batch of its own: what then differs is the noise that
+the candidate is measured against.
 """
 
 from __future__ import annotations
@@ -39,7 +40,6 @@ LEAST_RUN_S = 5.0
 """Least time that a copy may run, however fast the live version was."""
 SLOWER = 50
 """Times as long as the live version's own answer that a copy may run."""
-NOISE_EVERY = 10
 PUMP_EVERY_S = 0.02
 _NOT_COPIED = wire.DESCRIBE | wire.STREAM | wire.EXPLAIN | wire.SHARES
 
@@ -146,7 +146,9 @@ class Shadow:
         self._count = 0
         self._again: Copy | None = None
         """Copy that the live version is to answer a second time."""
-        self._since_noise = NOISE_EVERY
+        self.noise_every = 1
+        """One copy in so many goes to the live version, too; the judge says how many."""
+        self._since_noise = 1
         self._soon: asyncio.Handle | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._is_stopped = False
@@ -183,7 +185,7 @@ class Shadow:
         self._queue.append(copy)
         self._hold(size)
         self._since_noise += 1
-        if self._since_noise >= NOISE_EVERY and self._again is None:
+        if self._since_noise >= self.noise_every and self._again is None:
             self._again, self._since_noise = copy, 0
             self._hold(size)
         self._wake()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from base64 import b64encode
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -21,11 +21,19 @@ from modelyard.plugins.ops.rollout.answers import (
     both,
     read_tolerance,
 )
-from modelyard.plugins.ops.rollout.bounds import Bound
 from modelyard.plugins.ops.rollout.comparer import Comparer
+from modelyard.plugins.ops.rollout.evidence import Bound
 from modelyard.plugins.ops.rollout.metrics import RolloutMetrics
 from modelyard.plugins.ops.rollout.record import Plan
-from modelyard.plugins.ops.rollout.rule import Judge, Judgement, Outcome, Rule, Tally, parse_rule
+from modelyard.plugins.ops.rollout.rule import (
+    Beside,
+    Judge,
+    Judgement,
+    Outcome,
+    Rule,
+    Tally,
+    parse_rule,
+)
 from modelyard.plugins.ops.rollout.shadow import Copy, Shadow
 from modelyard.plugins.ops.rollout.watch import Watch
 from modelyard.serve.control.registry import ModelVersion
@@ -34,11 +42,6 @@ from modelyard.serve.dataplane.metrics import Histogram
 from modelyard.serve.dataplane.wire import Buffer
 from modelyard.serve.errors import WorkerDied
 
-LEAST_FAILURES = 3
-"""Least failures among the candidate's answers, before their share is looked at beside the rule's
-own looks."""
-QUICK_ALPHA = 0.001
-"""Chance that such a look is wrong."""
 MOST_KEPT = 10
 MOST_ANSWER_BYTES = 4 << 10
 """Most bytes of an answer that are kept, from its start."""
@@ -75,39 +78,49 @@ class Trial:
         self._rule = parse_rule(plan.rule, plan.expect)
         one, other = (read_tolerance(model.folder, model.manifest) for model in (live, candidate))
         self._tolerance = both(one, other)
-        self._tally = Tally()
+        self._tally = Tally(self._rule)
         self._worst = Worst(plan.keeps_inputs)
         self._dropped: Counter[str] = Counter()
-        self._judge = Judge(self._rule)
-        self._judged: Judgement | None = None
-        self._counted: tuple[object, ...] = ()
         self._shadow: Shadow | None = None
-        self._watch: Watch | None = None
+        self.watch = Watch(live, candidate, self._live_p99_s)
+        self._times = Beside()
+        self._timers = partial(self._timed, False), partial(self._timed, True)
         self._is_canary = False
         self._began = monotonic()
 
     # -- phases --------------------------------------------------------------------------------
 
     def enter(self, is_canary: bool) -> None:
-        """Begin to judge anew: as a shadow, or by what it answers beside what copies have shown.
+        """Begin to judge anew, with what was shown before, by copies and by a smaller canary.
 
         The workers of a shadow make way for those of the live version, so its latency says little:
         it is measured, and judged once it answers.
         """
-        before, tally = self._tally, Tally()
-        self._tally = tally
+        tally = Tally(self._rule)
         if is_canary:
-            for name in ("verdicts", "labels_agree", "noise", "noise_differs"):
-                setattr(tally, name, getattr(before, name))
-        self._judge = Judge(self._rule if is_canary else replace(self._rule, p99=math.inf))
-        self._judged, self._counted, self._began = None, (), monotonic()
+            tally = replace(self._tally, live=tally.live, candidate=tally.candidate)
+        if not self._is_canary:
+            tally.slower, tally.tail = Counter(), Counter()
+        self._tally = tally
+        self._judge = Judge(self._rule, is_canary)
+        self._began = monotonic()
         if self._plan.shadow and self._shadow is None:
             self._shadow = Shadow(self._live, self._candidate, self._plan.shadow, self)
-        for model, side in ((self._live, tally.live), (self._candidate, tally.candidate)):
-            model.metrics.kinds[PREDICT].watcher = side.answered if is_canary else None
+        for model, is_candidate in ((self._live, False), (self._candidate, True)):
+            kind, timer = model.metrics.kinds[PREDICT], self._timers[is_candidate]
+            kind.watcher = partial(tally.answered, is_candidate) if is_canary else None
+            if is_canary and timer not in model.pool.on_answer:
+                model.pool.on_answer = (*model.pool.on_answer, timer)
         self._is_canary = is_canary
-        self._watch = Watch(self._live, self._candidate, self._live_p99_s)
+        self.watch.begin()
         self._candidate.pool.heir = self._inherit if is_canary else None
+
+    def _timed(self, is_candidate: bool, job: Call, reply: Reply) -> None:
+        """Take how long a handler had for a client's request, beside what the other one had."""
+        if job.kind == PREDICT and reply.status < 500 and reply.handler_us:
+            both = self._times.put(is_candidate, reply.handler_us / 1e6)
+            if both is not None:
+                self._tally.timed(*both)
 
     def stop(self) -> None:
         """Copy and count nothing more; what was found stays."""
@@ -116,7 +129,8 @@ class Trial:
             self._shadow = None
         for model in (self._live, self._candidate):
             model.metrics.kinds[PREDICT].watcher = None
-        self._watch = None
+            others = (each for each in model.pool.on_answer if each not in self._timers)
+            model.pool.on_answer = tuple(others)
         self._candidate.pool.heir = None
 
     def hand_over(self) -> None:
@@ -134,7 +148,7 @@ class Trial:
         """Count a request that a worker of the candidate died with, and have it answered."""
         if job.kind != PREDICT or not job.hand_to(self._live):
             return False
-        self._tally.candidate.count(1, 1)
+        self._tally.answered(True, 500)
         return True
 
     @property
@@ -145,45 +159,14 @@ class Trial:
     # -- judging -------------------------------------------------------------------------------
 
     def judge(self) -> Judgement:
-        """Return what there is to say now."""
-        tally, is_over = self._tally, self.is_over
-        if self._is_canary and (few := self._too_few()) is not None:
-            self._judged = few
-            return few
-        counted = (tally.verdicts.total(), tally.noise, tally.candidate.total, is_over)
-        if self._judged is None or counted != self._counted:
-            self._judged, self._counted = self._judge.look(tally, is_over), counted
-        return self._judged
+        """Return what there is to say now, with its reasons where that is sure."""
+        if self._shadow is not None:
+            self._shadow.noise_every = self._judge.noise_every(self._tally)
+        return self._judge.look(self._tally)
 
-    def _too_few(self) -> Judgement | None:
-        """Return that a canary has not answered enough yet; None where it has."""
-        tally = self._tally
-        answered, least = sum(tally.candidate.times.counts), self._rule.least
-        other = sum(tally.live.times.counts)
-        if min(answered, other) >= least:
-            return None
-        reason = (
-            f"the candidate has answered {answered} requests and the live version {other}; "
-            f"expected {least} each"
-        )
-        bounds = self._judged.bounds if self._judged is not None else {}
-        return Judgement(Outcome.NOT_ENOUGH, (reason,), self._rule.confidence, bounds)
-
-    def danger(self) -> str | None:
-        """Return why the candidate must not go on; None where there is nothing."""
-        if self._watch is None:
-            return None
-        if (reason := self._watch.look()) is not None or not self._is_canary:
-            return reason
-        tally = self._tally
-        if tally.candidate.failed < LEAST_FAILURES:
-            return None
-        if tally.failures(QUICK_ALPHA).low <= self._rule.failures:
-            return None
-        return (
-            f"it failed at {tally.candidate.failed} of {tally.candidate.total} requests, the live "
-            f"version at {tally.live.failed} of {tally.live.total}"
-        )
+    def explain(self) -> Judgement:
+        """Return what there is to say now with bounds, and what is missing where it is not sure."""
+        return self._judge.explain(self._tally)
 
     def _live_p99_s(self) -> float:
         times = self._tally.live.times
@@ -204,12 +187,11 @@ class Trial:
             if isinstance(comparison, NotCompared):
                 self.dropped(str(comparison))
                 return
-            self._tally.add(comparison)
+            self._tally.add(comparison, copy.request_id)
             self._metrics.count("compared", comparison.verdict)
             self._worst.add(copy.request_id, comparison, live, answer, copy.parts)
-            if not self._is_canary:  # else what clients wait for is measured
-                self._tally.live.times.observe(handler_us[0] / 1e6)
-                self._tally.candidate.times.observe(handler_us[1] / 1e6)
+            if all(handler_us):
+                self._tally.timed(handler_us[0] / 1e6, handler_us[1] / 1e6)
 
         self._compare(live, answer, self._tolerance, found)
 
@@ -224,11 +206,12 @@ class Trial:
         """Take the live version's second answer to a copy."""
         with contextlib.suppress(NotCompared):
             live, answer = answer_of(copy.live), answer_of(reply)
-            self._compare(live, answer, self._tolerance, self._repeated)
+            key = copy.request_id
+            self._compare(live, answer, self._tolerance, partial(self._repeated, key))
 
-    def _repeated(self, found: Comparison | NotCompared) -> None:
+    def _repeated(self, key: str, found: Comparison | NotCompared) -> None:
         if isinstance(found, Comparison):
-            self._tally.add_noise(found)
+            self._tally.add_noise(found, key)
             self._metrics.count("noise", found.verdict)
 
     def dropped(self, reason: str) -> None:
@@ -238,7 +221,7 @@ class Trial:
 
     def to_json(self) -> dict[str, Any]:
         """Return what was found, as the management API has it."""
-        found = describe_findings(self._rule, self._tally, self._judged or self.judge())
+        found = describe_findings(self._rule, self._tally, self.explain())
         return {
             **found,
             "tolerance": self._tolerance.scaled,
@@ -253,7 +236,6 @@ def describe_findings(
     """Return what was counted and judged, as the management API has it; of nothing, by default."""
     tally, judgement = tally or Tally(), judgement or Judgement(Outcome.NOT_ENOUGH)
     bounds = judgement.bounds
-    ratio = _bound(bounds.get("p99Ratio"))
     sides = {"live": tally.live, "candidate": tally.candidate}
     return {
         "rule": str(rule),
@@ -262,12 +244,12 @@ def describe_findings(
         "verdicts": {str(name): count for name, count in sorted(tally.verdicts.items())},
         "noise": {"compared": tally.noise, "differs": tally.noise_differs},
         "dropped": {},
-        "bounds": {
-            **{name: _bound(bounds.get(name)) for name in BOUNDS},
-            "p99Ratio": ratio["estimate"],
-            "p99RatioBounds": ratio,
+        "bounds": {name: _bound(bounds.get(name)) for name in BOUNDS},
+        "judgement": {
+            "verdict": str(judgement.verdict),
+            "reasons": list(judgement.reasons),
+            "confidence": rule.confidence,
         },
-        "judgement": judgement.to_json(),
         "latency": {name: {f"p{percent}": _quantile(side.times, percent) for percent in (50, 99)}
                     for name, side in sides.items()},
         "answered": {name: {"requests": side.total, "failed": side.failed}
@@ -276,20 +258,15 @@ def describe_findings(
     }  # fmt: skip
 
 
-BOUNDS = ("disagreement", "noise", "excess", "failures", "labels")
+BOUNDS = ("disagreement", "noise", "excess", "failures", "labels", "p50", "p99")
 
 
 def _bound(bound: Bound | None) -> dict[str, float | None]:
-    values = bound._asdict() if bound is not None else dict.fromkeys(Bound._fields)
-    return {name: _finite(value) for name, value in values.items()}
+    return bound._asdict() if bound is not None else dict.fromkeys(Bound._fields)
 
 
 def _quantile(times: Histogram, percent: int) -> float | None:
-    return _finite(times.quantile(percent / 100)) if sum(times.counts) else None
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
+    return times.quantile(percent / 100) if sum(times.counts) else None
 
 
 # -- the worst differences, for a person to see -------------------------------------------------

@@ -14,7 +14,7 @@ import pytest
 from modelyard.plugins.ops.console.answers import OF_OURS, Column, difference
 from modelyard.plugins.ops.console.ask import Answered
 from modelyard.plugins.ops.console.render import Renderer
-from modelyard.plugins.ops.console.rollout import describe, label
+from modelyard.plugins.ops.console.rollout import describe
 from modelyard.plugins.ops.rollout.rule import parse_rule
 from modelyard.plugins.ops.rollout.trial import describe_findings
 from tests.serve.live import LiveServer, build_archive
@@ -200,7 +200,8 @@ def test_two_answers_agree_within_the_tolerance_or_the_first_difference_is_named
 VERSION = {"version": "1.0", "file": "one.mar", "format": "onnx", "digest": "d"}
 STATUS: dict[str, Any] = {
     **describe_findings(parse_rule()),
-    "model": "m", "state": "canary", "since": "2026-11-23T03:56:45.747Z", "canaryShare": 0.1,
+    "model": "m", "state": "canary", "label": "canary 10 %", "since": "2026-11-23T03:56:45.747Z",
+    "canaryShare": 0.1,
     "shadowShare": 0.0, "steps": [0.01, 0.1, 0.5], "compared": 4, "live": VERSION,
     "candidate": {**VERSION, "version": "2.0"}, "verdicts": {"equal": 3, "differs": 1},
     "judgement": {"verdict": "fail", "reasons": ["because <b>"]},
@@ -212,7 +213,6 @@ STATUS: dict[str, Any] = {
 }  # fmt: skip
 STATUS["bounds"] |= {
     "disagreement": {"estimate": 0.25, "low": 0.01, "high": 0.8},
-    "p99RatioBounds": {"estimate": 1.5, "low": 0.5, "high": None},
 }
 
 
@@ -232,11 +232,10 @@ def shown(**changes: Any) -> str:
 
 
 def test_a_roll_out_is_where_its_state_and_share_say() -> None:
-    assert label(STATUS) == "canary 10 %"
     steps = re.findall(r'<li class="(\w*)"[^>]*>([^<]+)</li>', shown())[:6]
     assert [state for state, _ in steps] == ["done", "done", "done", "now", "", ""]
     assert steps[3][1] == "canary 10 %" and "Return to 1.0" in shown()
-    returned = shown(state="returned")
+    returned = shown(state="returned", label="returned")
     assert '<li class="now bad" aria-current="step">returned</li>' in returned
     assert "Return to 1.0" not in returned and "Promote 2.0" not in returned
 
@@ -247,7 +246,6 @@ def test_what_is_not_known_yet_is_left_out() -> None:
         ("Answers that differ", "25 %", "1 % to 80 %")
     ]
     page = shown()
-    assert "over the live version's: 1.50, from 0.50 to any number." in page
     row = r'<th scope="row">{}</th><td class="n">{}</td>.*?</meter>{}</span>'
     for name, count, share in (("equal", 3, "75 %"), ("differs", 1, "25 %"),
                                ("the live version failed", 0, "0 %")):  # fmt: skip

@@ -97,7 +97,7 @@ def ended(server: LiveServer, model: str = "digits", timeout_s: float = 120) -> 
 def test_one_label_in_a_hundred_is_refused_before_a_client_sees_it(
     server: LiveServer, bodies: list[bytes]
 ) -> None:
-    start(server, "wrong.mar", **{"for": "12s"})
+    start(server, "wrong.mar", rule="disagreement<=0.2%", **{"for": "12s"})
     with load(server, bodies) as clients:
         found = ended(server)
     assert found["state"] == "failed"
@@ -136,7 +136,7 @@ def test_an_identical_candidate_becomes_the_default_unnoticed(
 def test_another_format_of_the_same_checkpoint_becomes_the_default(
     server: LiveServer, bodies: list[bytes]
 ) -> None:
-    start(server, "pt2.mar")
+    start(server, "pt2.mar", rule="p50<=5, p99<=5")
     with load(server, bodies) as clients:
         found = ended(server)
     assert found["state"] == "default", found["judgement"]
@@ -182,7 +182,7 @@ def test_what_fails_clients_is_taken_back(
 
 
 def test_what_leaks_is_taken_back(server: LiveServer, bodies: list[bytes]) -> None:
-    start(server, "leaking.mar", rule="p99<=1000", **{"for": "1h"})
+    start(server, "leaking.mar", rule="p50<=1000, p99<=1000", **{"for": "1h"})
     with load(server, bodies) as clients:
         promote(server, "50%")
         found = ended(server, timeout_s=200)
@@ -200,13 +200,13 @@ def test_three_times_slower_is_taken_back_and_nobody_gets_an_error(
         promote(server, "50%", "steady")
         found = ended(server, "steady")
     assert found["state"] == "returned"
-    assert "p99" in found["events"][-1]["why"]
+    assert "p50" in found["events"][-1]["why"]
     assert clients.count() == {200: len(clients.outcomes)}
 
 
 def test_two_models_roll_out_at_once(server: LiveServer, bodies: list[bytes]) -> None:
     server.register_all("steady.mar")
-    start(server, "wrong.mar", **{"for": "12s"})
+    start(server, "wrong.mar", rule="disagreement<=0.2%", **{"for": "12s"})
     start(server, "slow.mar", "steady", **{"for": "1h"})
     with load(server, bodies) as clients, slow_load(server, bodies) as others:
         promote(server, "50%", "steady")

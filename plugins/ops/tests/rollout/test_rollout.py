@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from modelyard.plugins.ops.rollout.cli import rollout_app
 from tests.serve.live import LiveServer, build_archive, poll, running, start_server
 
-QUICK = "disagreement<=40%, least 5, confidence 80%, p99<=1000"
+QUICK = "disagreement<=40%, failures<=40%, least 5, confidence 80%, p50<=1000, p99<=1000"
 """A rule that a few requests are enough for."""
 
 
@@ -108,6 +108,9 @@ def test_a_version_goes_from_shadow_to_default_and_back(shared_server: LiveServe
         answer = server.management.request(method, f"/models/{path}")
         assert answer.status_code in (403, 409), answer.text
     assert server.register(two).status_code == 409
+    for version in ("1.0", "2.0"):  # nobody would answer what is sent to it
+        answer = server.management.put(f"/models/rolled/{version}", params={"min_worker": 0})
+        refused((answer.status_code, answer.json()), "modelyard rollout abort rolled")
     assert server.predict("rolled/2.0", "7").headers["x-model-version"] == "2.0"
 
     found = ask_until(server, lambda about: about["judgement"]["verdict"] == "pass", "it passes")
