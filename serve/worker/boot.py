@@ -29,7 +29,7 @@ from modelyard.serve.dataplane import wire
 from modelyard.serve.walls.kernel import PR_SET_CHILD_SUBREAPER, prctl
 from modelyard.serve.walls.plan import Walls
 from modelyard.serve.walls.raising import raise_walls
-from modelyard.serve.worker import check, load, loop, steps
+from modelyard.serve.worker import load, loop, steps
 from modelyard.serve.worker.codec import MOST_SAID, is_out_of_memory
 from modelyard.serve.worker.dialect import find_dialect
 from modelyard.serve.worker.golden import check_golden, replay_golden
@@ -145,6 +145,8 @@ def check_archive(exchange: Path) -> int:
     try:
         find_dialect()
         _enter(folder)
+        from modelyard.serve.worker import check  # and numpy, which a worker may do without
+
         result = check.run(task)
     except BaseException as error:
         traceback.print_exc()
