@@ -143,10 +143,10 @@ def check_archive(exchange: Path) -> int:
     task = json.loads((exchange / "task.json").read_bytes())
     folder = Path(task["load"]["folder"])
     try:
-        find_dialect()
-        _enter(folder)
         from modelyard.serve.worker import check  # and numpy, which a worker may do without
 
+        find_dialect()
+        _enter(folder)
         result = check.run(task)
     except BaseException as error:
         traceback.print_exc()
