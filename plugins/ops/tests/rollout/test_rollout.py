@@ -117,6 +117,11 @@ def test_a_version_goes_from_shadow_to_default_and_back(shared_server: LiveServe
     assert found["verdicts"] == {"equal": found["compared"]}
     assert found["noise"]["compared"] >= 1
     assert found["noise"]["differs"] == 0
+    found = ask_until(server, lambda about: about["noise"]["compared"] >= 100, "enough, twice")
+    ask(server, 100)
+    more = poll(lambda: (about := status(server))["compared"] >= found["compared"] + 60 and about,
+                "the next are compared")  # fmt: skip
+    assert more["noise"]["compared"] <= found["noise"]["compared"] + 30, "one in ten is enough"
     assert done(verb(server, "promote", to="30"), "canary")["canaryShare"] == 0.3
     assert done(verb(server, "promote", to="30%"), "canary")["canaryShare"] == 0.3
     sides = ask(server, 60)
@@ -143,6 +148,15 @@ def test_a_version_goes_from_shadow_to_default_and_back(shared_server: LiveServe
     assert server.metric("modelyard_rollout_state", **state) == 1
     labels = {"model": "rolled", "candidate": "2.0", "verdict": "equal"}
     assert server.metric("modelyard_rollout_compared_total", **labels) >= found["compared"]
+
+    # Without copies, how long it takes is measured beside what clients of the other one wait for.
+    done(verb(server, url=two, shadow="0", canary="50"), "candidate")
+    done(verb(server, "promote", force=True), "canary")
+    found = ask_until(server, lambda about: about["latency"]["candidate"]["p50"], "it is timed")
+    assert 0 < found["latency"]["live"]["p50"] < 1
+    assert found["compared"] == 0
+    done(verb(server, "back"), "returned")
+    done(verb(server, "abort"), "aborted")
 
     # A candidate that fails is taken back, and one that is another model is not taken at all.
     bad = build(store, "4.0", "failing")
