@@ -202,8 +202,7 @@ class Tally:
         """Count a request that both answered; its key joins it with its second answer."""
         verdict = found.verdict
         self.verdicts[verdict] += 1
-        agrees = found.agrees if found.labels_agree is None else found.labels_agree
-        self.labels_agree += agrees
+        self.labels_agree += found.agrees if found.labels_agree is None else found.labels_agree
         live, own = (verdict in (each, Verdict.BOTH_FAILED) for each in _FAILED)
         self.live.count(live)
         self.candidate.count(own)
