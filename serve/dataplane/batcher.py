@@ -83,7 +83,7 @@ class Batcher:
         self._look_again_at = 0.0
         self._armed: asyncio.Handle | None = None
         self._timer: asyncio.TimerHandle | None = None
-        metrics.queue_length.set_function(lambda: self._queue.rows)
+        metrics.watch_queue(lambda: self._queue.rows)
 
     @property
     def waiting(self) -> int:

@@ -116,7 +116,7 @@ class Front:
         self.rephrase = rephrase
         self.tracing = tracing
         self.observer = metrics.observer
-        self._unrouted = metrics.unrouted
+        self._unrouted = metrics["unrouted_requests"]
         self._check_right = check_right
 
     def begin(
@@ -184,7 +184,7 @@ class Front:
 
     def count_unrouted(self, status: int) -> None:
         """Count the answer to a request that has become no call, by its HTTP status."""
-        self._unrouted.labels(str(status)).inc()
+        self._unrouted.count(str(status)).inc()
 
     def find(self, target: Target, id: str, headers: Headers) -> ModelVersion:
         """Return the model version that a request asks for, and take note of the request.
