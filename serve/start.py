@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from modelyard.base.exits import describe_exit
-from modelyard.serve.control.state import StateDir
+from modelyard.serve.control.state import StateDir, describe_running
 from modelyard.serve.errors import StartError
 from modelyard.serve.settings import Settings
 
@@ -29,8 +29,10 @@ def start_detached(
         program: what the interpreter runs.
 
     Raises:
-        StartError: the server's own words, or where its log is.
+        StartError: a server runs already; the server's own words, or where its log is.
     """
+    if (running := state.running()) is not None:
+        raise StartError(describe_running(running))
     try:
         state.create()
         log = state.log_file.open("ab")

@@ -124,22 +124,23 @@ def serve(
             is the model store.
         model_store: folder of the archives.
         config: YAML file with any of the settings of docs/settings.md.
-        host: address; 127.0.0.1.
-        port: port of the inference API; 8080. 0 lets the system choose, as for the other two.
-        management_port: 8081.
-        metrics_port: 8082.
-        grpc_port: port of gRPC, with the extra grpc; none.
-        device: auto, cpu or cuda[:N].
-        workers: per model; by cores.
+        host: address; default 127.0.0.1.
+        port: port of the inference API; default 8080. 0 lets the system choose, as for the
+            other two.
+        management_port: port of the management API; default 8081.
+        metrics_port: port of the metrics API; default 8082.
+        grpc_port: port of gRPC, with the extra grpc; default none.
+        device: device of the models: auto, cpu or cuda[:N].
+        workers: workers per model; default by cores.
         auth: tokens: auto (off on loopback), always, never.
         tls_cert: certificate (PEM); all three APIs then speak TLS.
-        tls_key: its private key (PEM).
+        tls_key: private key of the certificate (PEM).
         token_file: tokens that stay, as `modelyard token new` writes them.
-        insecure: allow `auth="never"` on an address that others reach.
+        insecure: allow auth never on an address that others reach.
         access_log: write a line for each request.
         log_format: format of all logs: text or json.
-        log_level: debug, info, warning or error.
-        explain_share: share of the predictions, those explained in the background.
+        log_level: least level of what is logged: debug, info, warning or error; default info.
+        explain_share: share of the predictions that are explained in the background; default 0.
         trusted_keys: file of public keys whose signatures are accepted.
         require_signature: serve only what a trusted key signed.
         require_proven: serve only what was proven on these versions.
@@ -152,7 +153,7 @@ def serve(
         StartError: a setting is wrong, a server runs already, or the server's own reason.
     """
     given = locals()
-    from modelyard.serve.control.state import StateDir, describe_running
+    from modelyard.serve.control.state import StateDir
     from modelyard.serve.settings import load_settings, unknown_variables
     from modelyard.serve.start import start_detached
 
@@ -169,8 +170,6 @@ def serve(
     for notice in unknown_variables():
         logger.warning("%s", notice)
     state = StateDir(settings.state_dir)
-    if (running := state.running()) is not None:
-        raise StartError(describe_running(running))
     process, about = start_detached(settings, state, lambda model, text: None)
     for warning in about["warnings"]:
         logger.warning("%s", warning)
