@@ -182,7 +182,7 @@ class VersionAnswers:
         counted = self.outcomes[call.kind]
         if self._is_closed or not lookup.keeps or sum(map(len, call.parts)) > MOST_HASHED_BYTES:
             counted[BYPASS] += 1
-            call.sink = _Noting(call.sink)
+            call.sink = _Flight(self, None, call, lookup, BYPASS)
             return False
         key = self._key(call)
         if not lookup.looks:
@@ -265,14 +265,17 @@ class Lookup:
 
 
 class _Flight:
-    """A call whose answer is kept when it comes, and the others that wait for it: its sink."""
+    """A call whose answer is kept when it comes, and the others that wait for it: its sink.
+
+    Without a key nothing is kept, and nobody waits: the answer only says so.
+    """
 
     __slots__ = (
         "_answers", "_deadline", "_key", "_lookup", "_outcome", "_priority", "_sink", "waiting",
     )  # fmt: skip
 
     def __init__(
-        self, answers: VersionAnswers, key: bytes, call: Call, lookup: Lookup, outcome: str
+        self, answers: VersionAnswers, key: bytes | None, call: Call, lookup: Lookup, outcome: str
     ) -> None:
         self._answers = answers
         self._key = key
@@ -298,10 +301,11 @@ class _Flight:
 
     def set_result(self, reply: Reply) -> None:
         """Keep the reply, and answer all with it."""
-        kept = self._answers.keep(self._key, reply)
+        kept = self._answers.keep(self._key, reply) if self._key is not None else None
         waiting = self._end()
         if kept is None:
-            self._sink.set_result(reply._replace(note=_note(self._outcome)))
+            note = Note(self._outcome, ((b"x-cache", self._outcome.encode()),))
+            self._sink.set_result(reply._replace(note=note))
             _start(waiting)
             return
         sent = self._lookup.reply(kept, self._outcome)
@@ -322,34 +326,10 @@ class _Flight:
         return self._sink.cancel()
 
     def _end(self) -> list[tuple[Call, Lookup]]:
-        self._answers.end(self._key, self)
+        if self._key is not None:
+            self._answers.end(self._key, self)
         waiting, self.waiting = self.waiting, []
         return waiting
-
-
-class _Noting:
-    """The sink of a call that has nothing to do with what is kept, which its answer says."""
-
-    __slots__ = ("_sink",)
-
-    def __init__(self, sink: ReplySink) -> None:
-        self._sink = sink
-
-    def done(self) -> bool:
-        return self._sink.done()
-
-    def set_result(self, reply: Reply) -> None:
-        self._sink.set_result(reply._replace(note=_note(BYPASS)))
-
-    def set_exception(self, error: Exception) -> None:
-        self._sink.set_exception(error)
-
-    def cancel(self) -> bool:
-        return self._sink.cancel()
-
-
-def _note(outcome: str) -> Note:
-    return Note(outcome, ((b"x-cache", outcome.encode()),))
 
 
 def _start(waiting: Iterable[tuple[Call, Lookup]]) -> None:

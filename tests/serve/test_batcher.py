@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from modelyard.serve.dataplane.batcher import LOOK_AGAIN_S, LOOKED_AT, Batcher
-from modelyard.serve.dataplane.call import PREDICT, Call, HasLeft, Queue, Reply
+from modelyard.serve.dataplane.call import PREDICT, Call, HasLeft, Reply
 from modelyard.serve.dataplane.metrics import Metrics, VersionMetrics
 from modelyard.serve.errors import DeadlinePassed, Draining, QueueFull, TooLate, Unavailable
 
@@ -72,7 +72,7 @@ class Engine:
 class Model:
     """A model version, as far as a call looks at it."""
 
-    batchers: tuple[Queue, ...] = ()
+    batchers: tuple[Batcher, ...] = ()
     request_timeout_s = math.inf
 
     def start_explainers(self) -> None:

@@ -10,7 +10,8 @@ from time import monotonic, sleep
 
 import pytest
 
-from modelyard.serve.dataplane.call import EXPLAIN, NORMAL, PREDICT, Call, Queue
+from modelyard.serve.dataplane.batcher import Batcher
+from modelyard.serve.dataplane.call import EXPLAIN, NORMAL, PREDICT, Call
 from modelyard.serve.dataplane.metrics import Metrics, VersionMetrics
 from modelyard.serve.dataplane.pool import Pool, ReplicaSlot, begins_in_s
 from modelyard.serve.dataplane.worker import Worker, WorkerPlan, WorkerPolicy
@@ -42,7 +43,7 @@ def test_work_goes_to_whoever_is_idle_first(
 class Model:
     """A model version, as far as a call looks at it."""
 
-    batchers: tuple[Queue, ...] = ()
+    batchers: tuple[Batcher, ...] = ()
     request_timeout_s = 60.0
 
     def start_explainers(self) -> None:

@@ -8,11 +8,12 @@ from collections import Counter
 from collections.abc import Iterable
 from time import monotonic
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from modelyard.serve.dataplane.batcher import Batcher
-from modelyard.serve.dataplane.call import HIGH, LOW, NORMAL, PREDICT, Call, Queue, Reply
+from modelyard.serve.dataplane.call import HIGH, LOW, NORMAL, PREDICT, Call, Reply
 from modelyard.serve.dataplane.metrics import Metrics, VersionMetrics
 from modelyard.serve.dataplane.queue import HURRIED_S, SHARES, Classes, Line
 from modelyard.serve.errors import DeadlinePassed, QueueFull, TooLate
@@ -43,7 +44,7 @@ class Sink:
 class Model:
     """A model version, as far as a call looks at it."""
 
-    batchers: tuple[Queue, ...] = ()
+    batchers: tuple[Batcher, ...] = ()
     request_timeout_s = 1e9
 
     def start_explainers(self) -> None:
@@ -357,7 +358,7 @@ def test_a_call_that_is_moved_keeps_its_place_and_is_not_refused_for_lack_of_tim
     sink, put = MovingSink(), list[Call]()
 
     class Other(Model):
-        batchers = (SimpleNamespace(put=put.append),)
+        batchers: Any = (SimpleNamespace(put=put.append),)
 
     call = job(LOW, timeout_s=5, now=3.0, rows=7, must_fit=True)
     call.sink = sink
