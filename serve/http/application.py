@@ -181,13 +181,15 @@ class Answers:
             logger.error("request %s", id, exc_info=error, extra={"request_id": id})
         return self._form_error(error, id)
 
-    def begin(self, cycle: RequestResponseCycle, id: str, status: int) -> Headers:
+    def begin(self, cycle: RequestResponseCycle | None, id: str, status: int) -> Headers:
         """Count an answer, and return the headers that every answer of this status has."""
         if self._on_status is not None:
             self._on_status(status)
+        common = [(b"x-request-id", id.encode()), *self._common]
+        if cycle is None:
+            return common
         if self._state.is_draining or (self._closes_after_errors and status >= 400):
             cycle.keeps_alive = False
-        common = [(b"x-request-id", id.encode()), *self._common]
         if cycle.served is not None:
             common.append((VERSION_HEADER, cycle.served[1].encode()))
         return common if self.cors is None else [*common, *self.cors.headers(cycle.headers)]
@@ -253,14 +255,7 @@ class Answers:
         if cycle is not None:
             cycle.id = id
         status, headers, body = self.error(error, id)
-        if self._on_status is not None:
-            self._on_status(status)
-        common = [(b"x-request-id", id.encode()), *self._common]
-        if cycle is not None and cycle.served is not None:
-            common.append((VERSION_HEADER, cycle.served[1].encode()))
-        if self.cors is not None and cycle is not None:
-            common += self.cors.headers(cycle.headers)
-        return status, [*headers, *common], body
+        return status, [*headers, *self.begin(cycle, id, status)], body
 
 
 async def _send_parts(

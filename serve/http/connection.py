@@ -18,10 +18,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from time import monotonic
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from urllib.parse import unquote
 
-from modelyard.serve.dataplane.budget import AnswerBudget
 from modelyard.serve.dataplane.tracing import trace_id_of
 from modelyard.serve.dataplane.wire import Buffer, Payload
 from modelyard.serve.errors import (
@@ -35,8 +34,9 @@ from modelyard.serve.errors import (
 )
 from modelyard.serve.front.begin import Headers as Headers
 from modelyard.serve.front.begin import Served
-from modelyard.serve.http.site import SiteCheck
-from modelyard.serve.http.turns import Turns
+
+if TYPE_CHECKING:
+    from modelyard.serve.http.listener import Listener
 
 try:
     import httptools
@@ -478,15 +478,8 @@ class Connection(asyncio.Protocol):
     """One client connection.
 
     Args:
-        app: what answers.
-        limits: what is refused.
-        site: site whose requests are refused.
-        budget: budget of answers, which counts what clients have not taken.
-        access: called with each answer, for an access log.
+        listener: listener of its address, which says what answers and what is refused.
         accepted: the client's socket.
-        turns: turns of all connections of the listener.
-        connections: where it enters itself while it is open.
-        closed: called when it has ended.
 
     Attributes:
         since: time of the loop; of its beginning, of the first byte of the head that is being
@@ -521,27 +514,12 @@ class Connection(asyncio.Protocol):
     _unread = 0
     """Bytes of answers that the budget knows of."""
 
-    def __init__(
-        self,
-        app: Accepts,
-        limits: Limits,
-        site: SiteCheck,
-        budget: AnswerBudget,
-        access: Access | None,
-        accepted: socket.socket,
-        turns: Turns,
-        connections: set[Connection],
-        closed: Callable[[], None],
-    ) -> None:
-        self.app = app
-        self.access = access
+    def __init__(self, listener: Listener, accepted: socket.socket) -> None:
+        self._listener = listener
         self._socket = accepted
-        self.turns = turns
-        self.limits = limits
-        self._site = site
-        self.budget = budget
-        self._connections = connections
-        self._closed = closed
+        self.app, self.access, self.turns = listener.app, listener.access, listener.turns
+        self.limits, self.budget = listener.limits, listener.budget
+        self._site = listener.site
         self.loop = asyncio.get_running_loop()
         self._time = self.loop.time
         self._queue: deque[RequestResponseCycle] = deque()
@@ -554,7 +532,7 @@ class Connection(asyncio.Protocol):
         """Start to count."""
         self.transport = transport
         transport.set_write_buffer_limits(UNCOUNTED_BYTES)
-        self._connections.add(self)
+        self._listener.connections.add(self)
         self.since = self._time()
         self.client = _endpoint(transport, "peername")
         self.endpoints = {
@@ -565,7 +543,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Notify who waits for this client."""
-        self._connections.discard(self)
+        self._listener.connections.discard(self)
         self.parser = None
         for cycle in (self.answering, self.reading, *self._queue):
             if cycle is not None:
@@ -573,7 +551,7 @@ class Connection(asyncio.Protocol):
                 cycle.log(cycle.status)
         self._queue.clear()
         self.resume_writing()
-        self._closed()
+        self._listener.resume()
 
     def data_received(self, data: bytes) -> None:
         """Parse, or put it off where this turn of the loop has no more time for clients."""
@@ -882,11 +860,9 @@ class Connection(asyncio.Protocol):
         self._refusal = None
         status, headers, body = self.app.refuse(error, cycle)
         logger.warning("%s: refused, %d: %s", self.client or "a client", status, error)
-        lines = [STATUS_LINES[status]]
-        for name, value in headers:
-            lines += (name, b": ", value, b"\r\n")
-        lines.append(b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body))
-        answer = b"".join((*lines, body))
+        head = write_head(status, [*headers, (b"content-length", b"%d" % len(body))], False)
+        assert head is not None, "no error of ours has a line break in a header"
+        answer = head + body
         self.written += len(answer)
         self.transport.write(answer)
         if cycle is not None:
