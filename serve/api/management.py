@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import psutil
 from fastapi import APIRouter, Query
 
-from modelyard.serve.api.description import ModelName, Version, error_responses
+from modelyard.serve.api.description import ModelName, Version, error_responses, of_model
 from modelyard.serve.control.register import Lifecycle
 from modelyard.serve.control.registry import ModelVersion, Registry
 from modelyard.serve.dataplane.call import CLASSES, EXPLAIN, PREDICT
@@ -20,9 +20,6 @@ PAGE = 100
 def management_routes(registry: Registry, lifecycle: Lifecycle) -> APIRouter:
     """Return the routes for operators."""
     router = APIRouter(tags=["management"], responses=error_responses(400, 401, 404))
-
-    def describe(model: ModelVersion) -> dict[str, Any]:
-        return describe_model(model, registry.is_default(model))
 
     @router.get("/models", summary="List models")
     async def list_models(
@@ -38,17 +35,13 @@ def management_routes(registry: Registry, lifecycle: Lifecycle) -> APIRouter:
         answer["models"] = [{"modelName": m.name, "modelUrl": m.file} for m in page]
         return answer
 
-    @router.get("/models/{model}", summary="Describe a model")
-    async def describe_default(model: ModelName) -> list[dict[str, Any]]:
-        """Describe the default version: settings, workers, queue."""
-        return [describe(registry.get(model))]
+    one, version_of_it = "/models/{model}", "/models/{model}/{version}"
 
-    @router.get("/models/{model}/{version}", summary="Describe a version")
-    async def describe_version(model: ModelName, version: Version) -> list[dict[str, Any]]:
-        """Describe one version, or `all`."""
-        if version == "all":
-            return [describe(each) for each in registry.versions(model)]
-        return [describe(registry.get(model, version))]
+    @of_model(router, "GET", (one, "Describe a model"), (version_of_it, "Describe a version"))
+    async def describe(model: ModelName, version: str | None) -> list[dict[str, Any]]:
+        """Describe a version, its settings, workers and queue; `all` describes every one."""
+        found = registry.versions(model) if version == "all" else [registry.get(model, version)]
+        return [describe_model(each, registry.is_default(each)) for each in found]
 
     @router.post("/models", summary="Register", responses=error_responses(409, 500, 507))
     async def register(
@@ -68,44 +61,29 @@ def management_routes(registry: Registry, lifecycle: Lifecycle) -> APIRouter:
             f'Model "{model.name}" Version: {model.version} registered with {count} initial workers'
         )
 
-    @router.put("/models/{model}", summary="Scale", responses=error_responses(500, 507))
+    @of_model(
+        router, "PUT", (one, "Scale"), (version_of_it, "Scale a version"),
+        responses=error_responses(500, 507),
+    )  # fmt: skip
     async def scale(
         model: ModelName,
+        version: str | None,
         min_worker: Annotated[int, Query(ge=0, le=1024)] = 1,
         max_worker: Annotated[int | None, Query(ge=0, le=1024)] = None,
     ) -> dict[str, str]:
-        """Have `min_worker` workers of the default version; answers when they are ready."""
-        return await scale_version(model, None, min_worker, max_worker)
-
-    @router.put("/models/{model}/{version}", summary="Scale a version")
-    async def scale_one(
-        model: ModelName,
-        version: Version,
-        min_worker: Annotated[int, Query(ge=0, le=1024)] = 1,
-        max_worker: Annotated[int | None, Query(ge=0, le=1024)] = None,
-    ) -> dict[str, str]:
-        """Have `min_worker` workers of one version; answers when they are ready."""
-        return await scale_version(model, version, min_worker, max_worker)
-
-    async def scale_version(
-        name: str, version: str | None, least: int, most: int | None
-    ) -> dict[str, str]:
-        if most is not None and most < least:
+        """Have `min_worker` workers of a version; answers when they are ready."""
+        if max_worker is not None and max_worker < min_worker:
             raise BadRequest("max_worker cannot be less than min_worker.")
-        model = registry.get(name, version)
-        await lifecycle.scale(model, least)
+        await lifecycle.scale(registry.get(model, version), min_worker)
         suffix = f", version: {version}" if version else ""
-        return _status(f"Workers scaled to {least} for model: {name}{suffix}")
+        return _status(f"Workers scaled to {min_worker} for model: {model}{suffix}")
 
-    @router.delete("/models/{model}", summary="Unregister", responses=error_responses(403))
-    async def unregister(model: ModelName) -> dict[str, str]:
-        """Remove the default version, when it is the only one."""
-        await lifecycle.unregister(registry.get(model))
-        return _status(f'Model "{model}" unregistered')
-
-    @router.delete("/models/{model}/{version}", summary="Unregister a version")
-    async def unregister_version(model: ModelName, version: Version) -> dict[str, str]:
-        """Remove one version."""
+    @of_model(
+        router, "DELETE", (one, "Unregister"), (version_of_it, "Unregister a version"),
+        responses=error_responses(403),
+    )  # fmt: skip
+    async def unregister(model: ModelName, version: str | None) -> dict[str, str]:
+        """Remove a version: the default one only where there is no other."""
         await lifecycle.unregister(registry.get(model, version))
         return _status(f'Model "{model}" unregistered')
 

@@ -30,8 +30,8 @@ from modelyard.serve.api.description import (
     TIMEOUT_PARAMETER,
     ModelName,
     Schema,
-    Version,
     error_responses,
+    of_model,
 )
 from modelyard.serve.control.registry import ModelVersion, Registry
 
@@ -163,15 +163,13 @@ def model_docs_routes(registry: Registry) -> APIRouter:
     """Return the routes that describe a model."""
     router = APIRouter(tags=["documentation"], responses=error_responses(404))
 
-    @router.get("/openapi/{model}.json", summary="A model's OpenAPI document")
-    async def of_default(model: ModelName) -> JSONResponse:
-        """Describe the default version's own bodies and answers."""
-        return JSONResponse(describe_model(registry.get(model), is_versioned=False))
-
-    @router.get("/openapi/{model}/{version}.json", summary="A version's OpenAPI document")
-    async def of_version(model: ModelName, version: Version) -> JSONResponse:
-        """Describe one version's own bodies and answers."""
-        return JSONResponse(describe_model(registry.get(model, version), is_versioned=True))
+    @of_model(
+        router, "GET", ("/openapi/{model}.json", "A model's OpenAPI document"),
+        ("/openapi/{model}/{version}.json", "A version's OpenAPI document"),
+    )  # fmt: skip
+    async def document(model: ModelName, version: str | None) -> JSONResponse:
+        """Describe a version's own bodies and answers."""
+        return JSONResponse(describe_model(registry.get(model, version), version is not None))
 
     return router
 
