@@ -12,7 +12,9 @@ from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
@@ -28,11 +30,44 @@ from modelyard.serve.errors import StartError, WrongUsage
 ENV_PREFIX = "MODELYARD_"
 MOST_WORKERS = 1024
 """Workers of one model, at most."""
+UIDS = "FIRST-LAST, as in 60706-61183, without root"
 Share = Annotated[int, Field(ge=1, le=1000)]
-_ORIGIN = re.compile(
-    r"\*|https?://([\w.-]+|\[[0-9A-Fa-f:.]+\])(:\d{1,5})?", re.ASCII | re.IGNORECASE
-)
-_HOST = re.compile(r"\*|[\w.-]+|\[[0-9A-Fa-f:.]+\]")
+
+
+def _split(value: Any) -> Any:
+    """Take a comma or space separated list where a list is expected."""
+    return value.replace(",", " ").split() if isinstance(value, str) else value
+
+
+def _form(pattern: str, expected: str) -> AfterValidator:
+    """Return what takes texts of one form."""
+    matches = re.compile(pattern).fullmatch
+
+    def check(value: str) -> str:
+        if not matches(value):
+            raise ValueError(f"expected {expected}")
+        return value
+
+    return AfterValidator(check)
+
+
+Split = BeforeValidator(_split)
+Place = Annotated[Path, AfterValidator(lambda path: path.expanduser().absolute())]
+Places = Annotated[tuple[Place, ...], Split]
+Words = Annotated[tuple[str, ...], Split]
+_HOST = r"\[[0-9A-Fa-f:.]+\]"
+Host = Annotated[
+    str,
+    _form(rf"\*|[\w.-]+|{_HOST}", "the name of a host; leave out scheme and port"),
+    AfterValidator(lambda name: name.lower().strip("[]")),
+]
+Origin = Annotated[
+    str,
+    _form(
+        rf"(?ai)\*|https?://([\w.-]+|{_HOST})(:\d{{1,5}})?", "an origin, as in https://app.example"
+    ),
+    AfterValidator(str.lower),
+]
 
 
 def default_state_dir() -> Path:
@@ -79,17 +114,17 @@ class Settings(BaseModel):
         frozen=True, extra="forbid", protected_namespaces=(), validate_default=True
     )
 
-    model_store: Path = Path("model_store")
+    model_store: Place = Path("model_store")
     """Folder of the archives that may be served."""
-    models: tuple[str, ...] = ()
+    models: Words = ()
     """NAME or NAME=FILE of the store, or ALL; empty restores what was served last."""
-    state_dir: Path = Field(default_factory=default_state_dir)
+    state_dir: Place = Field(default_factory=default_state_dir)
     """Folder of pid file, keys, logs and saved state; one server each."""
     host: str = "127.0.0.1"
     """Address of all three APIs."""
-    allowed_hosts: tuple[str, ...] = ()
+    allowed_hosts: Annotated[tuple[Host, ...], Split] = ()
     """Further names by which requests may call the server, and whose web pages may; * for any."""
-    allowed_origins: tuple[str, ...] = ()
+    allowed_origins: Annotated[tuple[Origin, ...], Split] = ()
     """Web pages of elsewhere that may call and read the answers (CORS): scheme, host and port; *
     for any."""
     port: int = Field(default=8080, ge=0, le=65535)
@@ -98,23 +133,23 @@ class Settings(BaseModel):
     metrics_port: int = Field(default=8082, ge=0, le=65535)
     grpc_port: int | None = Field(default=None, ge=0, le=65535)
     """Port of gRPC, which needs the extra grpc; not set, there is none. Triton's is 8001."""
-    tls_cert: Path | None = None
+    tls_cert: Place | None = None
     """Certificate of all three APIs, and those that lead to its root (PEM); read again when it
     changes."""
-    tls_key: Path | None = None
+    tls_key: Place | None = None
     """Its private key (PEM, without a password)."""
     auth: Literal["auto", "always", "management", "never"] = "auto"
     """Bearer tokens. auto: management always, inference unless the address is loopback, or tokens
     that stay are named; management: that API only, behind a gateway that lets clients in."""
     tokens: tuple[str, ...] = ()
     """Tokens that stay: NAME RIGHTS sha256:HASH, as `modelyard token new` prints them."""
-    token_file: Path | None = None
+    token_file: Place | None = None
     """File of such lines; it is read again when it changes."""
     insecure: bool = False
     """Allow auth: never where other machines reach the server."""
     allow_load: bool = False
     """Let operators load and unload models by name with the inference API, /v2/repository."""
-    device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
+    device: Annotated[str, _form(r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda or cuda:N")] = "auto"
     """Device that models run on; auto takes CUDA where there is one."""
     workers: int = Field(default=0, ge=0, le=MOST_WORKERS)
     """Workers of each model; 0 chooses by cores and number of models."""
@@ -126,7 +161,7 @@ class Settings(BaseModel):
     """Fork workers from a process that has imported torch; false starts each by itself."""
     queue_size: int = Field(default=100, ge=1)
     """Requests that may wait per model version and kind."""
-    priority_shares: tuple[Share, Share, Share] = (16, 4, 1)
+    priority_shares: Annotated[tuple[Share, Share, Share], Split] = (16, 4, 1)
     """Rows of requests of high, normal and low priority that are taken in turn while all wait."""
     request_timeout_s: float = Field(default=60, gt=0)
     """Time from arrival to answer; a request that takes longer is answered 504."""
@@ -175,7 +210,7 @@ class Settings(BaseModel):
     """Size of the server's log and of each worker's; a full one is put aside as FILE.1."""
     log_keep: int = Field(default=3, ge=1)
     """Files put aside of each log; the oldest goes."""
-    trusted_keys: Path | None = None
+    trusted_keys: Place | None = None
     """File of public keys (PEM), whose signatures are accepted."""
     require_signature: bool = False
     """Serve only archives that one of the trusted keys signed."""
@@ -193,35 +228,19 @@ class Settings(BaseModel):
     """Sockets of workers. auto: none, but all for archives that we did not seal."""
     files: Literal["own", "all"] = "own"
     """What workers reach: their archive and a folder of their own; or what the server does."""
-    read_paths: tuple[Path, ...] = ()
+    read_paths: Places = ()
     """Files and folders that workers may read too."""
-    write_paths: tuple[Path, ...] = ()
+    write_paths: Places = ()
     """Files and folders that workers may read and write too."""
-    pass_variables: tuple[str, ...] = ()
+    pass_variables: Words = ()
     """Names, and patterns of names, of more environment variables that workers get."""
-    worker_uids: str = Field(default="60706-61183", pattern=r"^(\d{1,10}-\d{1,10})?$")
+    worker_uids: Annotated[str, _form(r"(\d{1,10}-\d{1,10})?", UIDS)] = "60706-61183"
     """Users of workers, one per model version, where the server is root; empty keeps root."""
-    reload: tuple[Path, ...] = ()
+    reload: Places = ()
     """Folders whose files stand for those of the same names in archives, as soon as they change."""
     model_settings: dict[str, dict[str, Any]] = {}
     """Model name → keys of model-config.yaml that go before the archive's own. Handlers do not see
     them."""
-
-    @field_validator(
-        "models",
-        "allowed_hosts",
-        "allowed_origins",
-        "read_paths",
-        "write_paths",
-        "pass_variables",
-        "reload",
-        "priority_shares",
-        mode="before",
-    )
-    @classmethod
-    def _split(cls, value: Any) -> Any:
-        """Take a comma or space separated list where a list is expected."""
-        return value.replace(",", " ").split() if isinstance(value, str) else value
 
     @field_validator("tokens", mode="before")
     @classmethod
@@ -263,29 +282,6 @@ class Settings(BaseModel):
         except ValueError as error:
             raise ValueError(f"not valid YAML: {error}") from error
 
-    @field_validator(
-        "model_store", "state_dir", "trusted_keys", "token_file", "tls_cert", "tls_key"
-    )
-    @classmethod
-    def _absolute(cls, value: Path | None) -> Path | None:
-        return value.expanduser().absolute() if value else None
-
-    @field_validator("allowed_hosts")
-    @classmethod
-    def _are_names(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for name in value:
-            if not _HOST.fullmatch(name):
-                raise ValueError(f"{name!r} is not the name of a host; leave out scheme and port")
-        return tuple(name.lower().strip("[]") for name in value)
-
-    @field_validator("allowed_origins")
-    @classmethod
-    def _are_origins(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for origin in value:
-            if not _ORIGIN.fullmatch(origin):
-                raise ValueError(f"{origin!r} is not an origin; expected as in https://app.example")
-        return tuple(origin.lower() for origin in value)
-
     @field_validator("insecure")
     @classmethod
     def _is_meant(cls, value: bool, info: ValidationInfo) -> bool:
@@ -306,17 +302,12 @@ class Settings(BaseModel):
             )
         return value
 
-    @field_validator("read_paths", "write_paths", "reload")
-    @classmethod
-    def _all_absolute(cls, value: tuple[Path, ...]) -> tuple[Path, ...]:
-        return tuple(path.expanduser().absolute() for path in value)
-
     @field_validator("worker_uids")
     @classmethod
     def _is_range(cls, value: str) -> str:
         first, _, last = value.partition("-")
         if value and not 0 < int(first) <= int(last):
-            raise ValueError("expected FIRST-LAST, without root")
+            raise ValueError(f"expected {UIDS}")
         return value
 
     @field_validator("require_sandbox")
@@ -440,10 +431,6 @@ _EXPECTED = {
     "tuple": "a list",
 }
 """Words for a problem, by the beginning of its type."""
-_FORMS = {
-    r"^(auto|cpu|cuda(:\d+)?)$": "auto, cpu, cuda or cuda:N",
-    r"^(\d{1,10}-\d{1,10})?$": "FIRST-LAST, as in 60706-61183",
-}
 
 
 def what_is_wrong(problem: Mapping[str, Any]) -> str:
@@ -464,20 +451,12 @@ def what_is_wrong(problem: Mapping[str, Any]) -> str:
     elif kind in ("greater_than_equal", "greater_than", "less_than_equal"):
         bounds = {"ge": "{} or more", "gt": "more than {}", "le": "{} or less"}
         expected = next(text.format(f"{said[at]:g}") for at, text in bounds.items() if at in said)
-    elif kind == "string_pattern_mismatch":
-        expected = _FORMS.get(said["pattern"], said["pattern"])
     else:
         expected = _EXPECTED.get(kind.split("_")[0], problem["msg"])
     return f"expected {expected}, got {given!r}{near}"
 
 
-OTHER_VARIABLES = frozenset({
-    "ALLOWED_URLS",
-    "CA",
-    "PEERS",
-    "SIGNING_KEY",
-    "TOKEN",
-})  # fmt: skip
+OTHER_VARIABLES = {"ALLOWED_URLS", "CA", "PEERS", "SIGNING_KEY", "TOKEN"}
 """Behind the prefix: what else of ours is read."""
 
 
