@@ -62,14 +62,15 @@ def error_responses(*codes: int) -> dict[int | str, Schema]:
 
 
 def of_model(
-    router: APIRouter, method: str, *routes: tuple[str, str], **options: Any
+    router: APIRouter, method: str, *routes: tuple[str, str, str], **options: Any
 ) -> Callable[[F], F]:
     """Return a decorator that adds a route for a model's default version, and one for any version.
 
     The function is called with the version, None for the default one.
 
     Args:
-        routes: path and summary of each; one whose path names no version is the default one's.
+        routes: name, path and summary of each; one whose path names no version is the default
+            one's.
         options: options of FastAPI's routes.
     """
 
@@ -78,7 +79,7 @@ def of_model(
             return await function(**{"version": None, **given})
 
         signature = inspect.signature(function, eval_str=True)
-        for path, summary in routes:
+        for name, path, summary in routes:
             own = dict(signature.parameters)
             version = own.pop("version").replace(annotation=Version)
             if "{version}" in path:
@@ -86,7 +87,7 @@ def of_model(
             call = partial(route)
             setattr(call, "__signature__", signature.replace(parameters=list(own.values())))  # noqa: B010 - for FastAPI
             router.add_api_route(
-                path, call, methods=[method], summary=summary, name=function.__name__,
+                path, call, methods=[method], summary=summary, name=name,
                 description=inspect.getdoc(function), **options,
             )  # fmt: skip
         return function

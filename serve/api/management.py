@@ -37,7 +37,12 @@ def management_routes(registry: Registry, lifecycle: Lifecycle) -> APIRouter:
 
     one, version_of_it = "/models/{model}", "/models/{model}/{version}"
 
-    @of_model(router, "GET", (one, "Describe a model"), (version_of_it, "Describe a version"))
+    @of_model(
+        router,
+        "GET",
+        ("describe_default", one, "Describe a model"),
+        ("describe_version", version_of_it, "Describe a version"),
+    )
     async def describe(model: ModelName, version: str | None) -> list[dict[str, Any]]:
         """Describe a version, its settings, workers and queue; `all` describes every one."""
         found = registry.versions(model) if version == "all" else [registry.get(model, version)]
@@ -62,7 +67,7 @@ def management_routes(registry: Registry, lifecycle: Lifecycle) -> APIRouter:
         )
 
     @of_model(
-        router, "PUT", (one, "Scale"), (version_of_it, "Scale a version"),
+        router, "PUT", ("scale", one, "Scale"), ("scale_one", version_of_it, "Scale a version"),
         responses=error_responses(500, 507),
     )  # fmt: skip
     async def scale(
@@ -79,7 +84,8 @@ def management_routes(registry: Registry, lifecycle: Lifecycle) -> APIRouter:
         return _status(f"Workers scaled to {min_worker} for model: {model}{suffix}")
 
     @of_model(
-        router, "DELETE", (one, "Unregister"), (version_of_it, "Unregister a version"),
+        router, "DELETE", ("unregister", one, "Unregister"),
+        ("unregister_version", version_of_it, "Unregister a version"),
         responses=error_responses(403),
     )  # fmt: skip
     async def unregister(model: ModelName, version: str | None) -> dict[str, str]:

@@ -86,16 +86,17 @@ def oip_routes(registry: Registry, state: ServerState, repository: Repository) -
     one, version_of_it = "/models/{model}", "/models/{model}/versions/{version}"
 
     @of_model(
-        router, "GET", (one, "A model's inputs and outputs"),
-        (version_of_it, "A version's inputs and outputs"), responses=error_responses(404),
+        router, "GET", ("describe", one, "A model's inputs and outputs"),
+        ("describe_version", version_of_it, "A version's inputs and outputs"),
+        responses=error_responses(404),
     )  # fmt: skip
     async def describe(model: ModelName, version: str | None) -> dict[str, Any]:
         """Describe a version."""
         return describe_signature(registry, find_model(registry, state, model, version))
 
     @of_model(
-        router, "GET", (f"{one}/ready", "A model is ready"),
-        (f"{version_of_it}/ready", "A version is ready"),
+        router, "GET", ("model_ready", f"{one}/ready", "A model is ready"),
+        ("version_ready", f"{version_of_it}/ready", "A version is ready"),
         responses={**error_responses(404), **NOT_READY},
     )  # fmt: skip
     async def model_ready(model: ModelName, version: str | None) -> JSONResponse:
