@@ -12,17 +12,10 @@ from functools import partial
 from pathlib import Path
 
 from modelyard.archiver import Archive, open_archive
+from modelyard.serve.control import sizing
 from modelyard.serve.control.build import Builder, admit, expose
 from modelyard.serve.control.model_config import ModelSpec, Options
 from modelyard.serve.control.registry import ModelVersion, Registry
-from modelyard.serve.control.sizing import (
-    Allocation,
-    ResourceRequest,
-    StartupAllocator,
-    choose,
-    describe_excess,
-    this_machine,
-)
 from modelyard.serve.dataplane.budget import AnswerBudget
 from modelyard.serve.dataplane.metrics import Metrics
 from modelyard.serve.dataplane.pool import Pool
@@ -82,7 +75,7 @@ class Lifecycle:
     async def add(
         self,
         spec: ModelSpec,
-        allocator: StartupAllocator | None,
+        allocator: sizing.StartupAllocator | None,
         waits: bool,
         saves: bool = False,
         check: Callable[[Archive], None] | None = None,
@@ -125,7 +118,7 @@ class Lifecycle:
         archive: Archive,
         is_fetched: bool,
         spec: ModelSpec,
-        allocator: StartupAllocator | None,
+        allocator: sizing.StartupAllocator | None,
         waits: bool,
         saves: bool,
     ) -> ModelVersion:
@@ -203,7 +196,7 @@ class Lifecycle:
         task.add_done_callback(self._ending.discard)
         return fresh
 
-    async def _beside(self, name: str, request: ResourceRequest) -> Allocation:
+    async def _beside(self, name: str, request: sizing.ResourceRequest) -> sizing.Allocation:
         """Return the allocation of a model that is registered while others are served.
 
         Versions of one model do not count against each other: a new one that got only what the old
@@ -215,9 +208,9 @@ class Lifecycle:
             for model in self.registry
             if model.name != name
         )
-        machine = this_machine()
-        (allocation,) = choose(machine, [request], taken)
-        if (warning := describe_excess(machine, [allocation], taken)) is not None:
+        machine = sizing.this_machine()
+        (allocation,) = sizing.choose(machine, [request], taken)
+        if (warning := sizing.describe_excess(machine, [allocation], taken)) is not None:
             logger.warning("%s: %s", name, warning)
         return allocation
 
@@ -302,7 +295,9 @@ class Lifecycle:
                 async with asyncio.timeout(self.policy.unregister_timeout_s):
                     await self._end(model, self._settings.drain_timeout_s)
             except TimeoutError as error:
-                raise CleanupTimedOut(model.name) from error
+                raise CleanupTimedOut(
+                    f"Timed out while cleaning resources: {model.name}"
+                ) from error
         logger.info("%s unregistered", model.pool.plan.label)
 
     def set_default(self, name: str, version: str) -> None:

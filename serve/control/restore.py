@@ -8,19 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from modelyard.archiver import Archive, ArchiveError, open_archive
+from modelyard.serve.control import sizing
 from modelyard.serve.control.build import admit
 from modelyard.serve.control.model_config import ModelConfig, ModelSpec
 from modelyard.serve.control.register import Lifecycle
 from modelyard.serve.control.registry import ModelVersion
-from modelyard.serve.control.sizing import (
-    Allocation,
-    Machine,
-    ResourceRequest,
-    StartupAllocator,
-    choose,
-    describe_excess,
-    this_machine,
-)
 from modelyard.serve.control.store import find_archive
 from modelyard.serve.errors import ServeError
 from modelyard.serve.policy import Policy
@@ -43,7 +35,7 @@ async def restore(lifecycle: Lifecycle, report: Report) -> list[str]:
     policy, registry = lifecycle.policy, lifecycle.registry
     specs = policy.models_at_start()
     registry.notes = policy.notes_at_start()
-    allocator = StartupAllocator(this_machine(), len(specs))
+    allocator = sizing.StartupAllocator(sizing.this_machine(), len(specs))
     starts = [_start(lifecycle, spec, allocator, report) for spec in specs]
     tasks = [asyncio.ensure_future(start) for start in starts]
     try:
@@ -70,7 +62,7 @@ async def restore(lifecycle: Lifecycle, report: Report) -> list[str]:
 
 
 async def _start(
-    lifecycle: Lifecycle, spec: ModelSpec, allocator: StartupAllocator, report: Report
+    lifecycle: Lifecycle, spec: ModelSpec, allocator: sizing.StartupAllocator, report: Report
 ) -> ModelVersion | None:
     report(spec.name or spec.location, "loading")
     try:
@@ -92,14 +84,14 @@ class PlannedModel:
     version: str
     file: str
     config: ModelConfig
-    allocation: Allocation
+    allocation: sizing.Allocation
 
 
 @dataclass(frozen=True)
 class StartPlan:
     """What a start would start."""
 
-    machine: Machine
+    machine: sizing.Machine
     models: Sequence[PlannedModel]
     warnings: Sequence[str]
 
@@ -110,12 +102,12 @@ def plan_start(settings: Settings) -> StartPlan:
     Raises:
         ServeError, ArchiveError: the first model that could not be served.
     """
-    policy, machine = Policy(settings), this_machine()
+    policy, machine = Policy(settings), sizing.this_machine()
     read: list[tuple[str, Archive, ModelConfig]] = []
-    requests: list[ResourceRequest] = []
+    requests: list[sizing.ResourceRequest] = []
     warnings = list(settings.warnings)
     specs = policy.models_at_start(is_trial=True)
-    allocator = StartupAllocator(machine, len(specs))
+    allocator = sizing.StartupAllocator(machine, len(specs))
     for spec in specs:
         with open_archive(find_archive(settings.model_store, spec.location)) as archive:
             name, config, unproven = admit(archive, spec, policy)
@@ -124,11 +116,11 @@ def plan_start(settings: Settings) -> StartPlan:
             warnings.append(f"{name}: {unproven.text}")
         read.append((name, archive, config))
         requests.append(policy.request(spec, config, name))
-    allocations = choose(machine, requests)
+    allocations = sizing.choose(machine, requests)
     models = [
         PlannedModel(name, archive.manifest.model_version, archive.path.name, config, allocation)
         for (name, archive, config), allocation in zip(read, allocations, strict=True)
     ]
-    if excess := describe_excess(machine, allocations):
+    if excess := sizing.describe_excess(machine, allocations):
         warnings.append(excess)
     return StartPlan(machine, models, warnings)

@@ -22,6 +22,7 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from modelyard.serve import errors
 from modelyard.serve.dataplane import wire
 from modelyard.serve.dataplane.budget import Share
 from modelyard.serve.dataplane.call import EXPLAIN, PREDICT, Call, Reply, ReplySink, Stream
@@ -30,17 +31,6 @@ from modelyard.serve.dataplane.log_file import LogFile, Pipe
 from modelyard.serve.dataplane.process import ChildProcess
 from modelyard.serve.dataplane.tracing import Batch
 from modelyard.serve.dataplane.wire import Buffer
-from modelyard.serve.errors import (
-    DeadlinePassed,
-    HandlerFailed,
-    LoadFailed,
-    LoadKilled,
-    OutOfMemory,
-    ServeError,
-    StreamBroken,
-    WorkerDied,
-    WorkerKilled,
-)
 
 if TYPE_CHECKING:
     from modelyard.serve.dataplane.pool import Pool
@@ -140,9 +130,9 @@ class WorkerPolicy:
     def retries(self, worker: str, id: int, pause_s: float) -> None:
         """Take note that a worker will be replaced, and when."""
 
-    def silence(self, limit_s: float) -> ServeError:
+    def silence(self, limit_s: float) -> errors.ServeError:
         """Return what a request is answered with which a worker hung."""
-        return DeadlinePassed(f"the worker gave no answer for {limit_s:g} s")
+        return errors.DeadlinePassed(f"the worker gave no answer for {limit_s:g} s")
 
 
 @dataclass(frozen=True)
@@ -235,7 +225,7 @@ class Worker(asyncio.BufferedProtocol):
         try:
             ours = await self._spawn()
         except OSError as error:
-            raise LoadFailed(
+            raise errors.LoadFailed(
                 f"{plan.label}: no worker process can be started: {error.strerror}"
             ) from error
         await self._loop.connect_accepted_socket(lambda: self, ours)
@@ -247,7 +237,7 @@ class Worker(asyncio.BufferedProtocol):
                 await self.loaded
         except TimeoutError:
             self.condemn()
-            raise LoadFailed(
+            raise errors.LoadFailed(
                 f"{plan.label}: not ready after {plan.startup_timeout_s:g} s (startup_timeout_s); "
                 f"the log ends: {self._log_tail}"
             ) from None
@@ -317,7 +307,7 @@ class Worker(asyncio.BufferedProtocol):
                 sink.set_exception(self.death)
         if not self.loaded.done():
             assert self._process is not None
-            kind = LoadKilled if self._was_killed else LoadFailed
+            kind = errors.LoadKilled if self._was_killed else errors.LoadFailed
             self.loaded.set_exception(
                 kind(
                     f"{self._plan.label}: the worker ended with {self._process.how_it_ended} "
@@ -413,7 +403,7 @@ class Worker(asyncio.BufferedProtocol):
             self.loaded.set_result(message)
         elif item.code == wire.FAILED:
             text = f"{self._plan.label}: {message.get('message', 'no reason given')}"
-            failed = OutOfMemory if message.get("out_of_memory") else HandlerFailed
+            failed = errors.OutOfMemory if message.get("out_of_memory") else errors.HandlerFailed
             self.loaded.set_exception(failed(text))
         else:
             raise wire.WireError(f"control message {item.code} that nobody expects")
@@ -452,7 +442,7 @@ class Worker(asyncio.BufferedProtocol):
                     job.trace.ran(batch, now, queue_us, handler_us)
             if job.stream is not None:
                 if flags & wire.BROKEN:
-                    job.fail(StreamBroken(body.decode("utf-8", "replace")))
+                    job.fail(errors.StreamBroken(body.decode("utf-8", "replace")))
                 else:
                     job.stream.put(body, is_last=True)
                     self._tell(job, Reply(status, headers, job.stream))
@@ -548,15 +538,15 @@ class Worker(asyncio.BufferedProtocol):
         elif sink.done():
             return  # nobody waits for it any more
         elif was_stream:
-            sink.set_exception(StreamBroken("it is streamed, and nobody reads it"))
+            sink.set_exception(errors.StreamBroken("it is streamed, and nobody reads it"))
         else:
             reply = Reply(item.code, item.meta, item.body, item.queue_us, item.handler_us)
             sink.set_result(reply)
 
     @property
-    def death(self) -> WorkerDied:
+    def death(self) -> errors.WorkerDied:
         """What its end means to the requests that it held."""
-        return WorkerKilled() if self._was_killed else WorkerDied()
+        return errors.WorkerKilled() if self._was_killed else errors.WorkerDied()
 
     @property
     def _was_killed(self) -> bool:

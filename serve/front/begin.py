@@ -21,6 +21,7 @@ from typing import Protocol
 from urllib.parse import parse_qsl
 
 from modelyard.base.explain_options import check_query
+from modelyard.serve import errors
 from modelyard.serve.control.registry import ModelVersion, Registry
 from modelyard.serve.dataplane import wire
 from modelyard.serve.dataplane.call import (
@@ -36,14 +37,6 @@ from modelyard.serve.dataplane.call import (
 )
 from modelyard.serve.dataplane.metrics import KINDS, Metrics
 from modelyard.serve.dataplane.tracing import Attributes, Trace, Tracing
-from modelyard.serve.errors import (
-    BadRequest,
-    Forbidden,
-    ModelNotFound,
-    Unavailable,
-    UnknownCoding,
-    http_status,
-)
 
 Headers = list[tuple[bytes, bytes]]
 """Names in lower case, and values."""
@@ -167,7 +160,12 @@ class Front:
                 model.batchers[PREDICT].check(
                     timeout_s, must_fit, monotonic(), waited_s, priority=priority
                 )
-        except (BadRequest, Forbidden, Unavailable, UnknownCoding) as error:
+        except (
+            errors.BadRequest,
+            errors.Forbidden,
+            errors.Unavailable,
+            errors.UnknownCoding,
+        ) as error:
             reply.fail(error, 0.0)
             return None
         call = reply.call = Call(
@@ -200,7 +198,7 @@ class Front:
         version = (path[1] or None) if len(path) > 1 else None
         try:
             model = self.registry.get(path[0], version)
-        except ModelNotFound:
+        except errors.ModelNotFound:
             model = find_model(self.registry, self.state, path[0], version)
         if splits := self.registry.splits:
             split = splits.get(model.name)
@@ -222,11 +220,13 @@ def find_model(
     """
     try:
         return registry.get(name, version)
-    except ModelNotFound as error:
+    except errors.ModelNotFound as error:
         if not state.is_starting:
             raise
         which = f" in version {version}" if version else ""
-        raise Unavailable(f"the server is starting and has no model {name}{which} yet") from error
+        raise errors.Unavailable(
+            f"the server is starting and has no model {name}{which} yet"
+        ) from error
 
 
 class CallReply:
@@ -325,7 +325,7 @@ class CallReply:
 
     def fail(self, error: Exception, took_s: float, call: Call | None = None) -> None:
         """Count an error, after this time, and send it."""
-        status = http_status(error)[0]
+        status = errors.http_status(error)[0]
         self.model.metrics.kinds[self.target.kind].answered(status, took_s)
         self.refuse(self.front.rephrase(error, self.target.path))
         if self.trace is not None:
@@ -402,7 +402,7 @@ def parse_priority(value: bytes) -> int:
     """
     text = value.decode("ascii", "backslashreplace")
     if text not in CLASSES:
-        raise BadRequest(
+        raise errors.BadRequest(
             f'X-Request-Priority is "{text[:40]}"; expected one of {", ".join(CLASSES)}'
         )
     return CLASSES.index(text)
@@ -426,7 +426,7 @@ def parse_timeout(value: bytes) -> float:
     seconds = float(match[1]) * (0.001 if match[2] == b"ms" else 1) if match else 0.0
     if not 0 < seconds <= LONGEST_TIME_S:
         seen = value[:40].decode("ascii", "backslashreplace")
-        raise BadRequest(
+        raise errors.BadRequest(
             f'X-Request-Timeout is "{seen}"; expected are seconds such as 0.5 or 2s, or '
             f"milliseconds such as 150ms, above 0 and at most {LONGEST_TIME_S:.0f} s"
         )
@@ -442,7 +442,7 @@ def check_options(query: bytes) -> None:
     try:
         check_query(parse_qsl(query.decode("latin-1"), keep_blank_values=True))
     except ValueError as error:
-        raise BadRequest(str(error)) from error
+        raise errors.BadRequest(str(error)) from error
 
 
 # -- what a worker is told, and answers ----------------------------------------------------------

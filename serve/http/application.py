@@ -16,18 +16,9 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from typing import NamedTuple, Protocol
 
 from modelyard.archiver import ArchiveError
+from modelyard.serve import errors
 from modelyard.serve.dataplane.call import Stream, Target
 from modelyard.serve.dataplane.wire import VERSION_HEADER, Payload
-from modelyard.serve.errors import (
-    BodyTooLarge,
-    Forbidden,
-    ServeError,
-    Unauthorized,
-    Unavailable,
-    UnknownCoding,
-    error_body,
-    http_status,
-)
 from modelyard.serve.front.begin import REQUEST_ID, Headers, Served, ServerState, request_id
 from modelyard.serve.http.connection import Answer, RequestResponseCycle, write_head
 from modelyard.serve.http.cors import Cors
@@ -110,11 +101,11 @@ class TokenCheck:
                     return
                 unfit = unfit or grant
         if unfit is not None:
-            raise Forbidden(
+            raise errors.Forbidden(
                 f"the token {unfit.name!r} may {', '.join(sorted(unfit.rights))}; this needs one "
                 f"that may {right}"
             )
-        raise Unauthorized(
+        raise errors.Unauthorized(
             "this API needs the header `Authorization: Bearer TOKEN` with a token that it knows; "
             "`modelyard serve token` prints the one of this start, `modelyard token new` makes "
             "one that stays"
@@ -127,14 +118,14 @@ def open_to_all(path: str, headers: Headers) -> None:
 
 def error_answer(error: Exception, id: str) -> Answer:
     """Return status, headers and JSON body for an error."""
-    status, _ = http_status(error)
-    body = json.dumps(error_body(error, id)).encode()
+    status, _ = errors.http_status(error)
+    body = json.dumps(errors.error_body(error, id)).encode()
     headers = [(b"content-type", b"application/json")]
-    if isinstance(error, Unavailable):
+    if isinstance(error, errors.Unavailable):
         headers.append((b"retry-after", str(error.retry_after_s).encode()))
-    if isinstance(error, Unauthorized):
+    if isinstance(error, errors.Unauthorized):
         headers.append((b"www-authenticate", b"Bearer"))
-    if isinstance(error, UnknownCoding):
+    if isinstance(error, errors.UnknownCoding):
         headers.append((b"accept-encoding", b"identity"))
     return status, headers, body
 
@@ -177,7 +168,7 @@ class Answers:
 
     def error(self, error: Exception, id: str) -> Answer:
         """Return status, headers and body for an error; what nobody declared goes to the log."""
-        if not isinstance(error, (ServeError, ArchiveError)):
+        if not isinstance(error, (errors.ServeError, ArchiveError)):
             logger.error("request %s", id, exc_info=error, extra={"request_id": id})
         return self._form_error(error, id)
 
@@ -215,7 +206,7 @@ class Answers:
         else:
             cycle.run(_send_stream(cycle, status, [*headers, *common], body, id))
 
-    def send_refusal(self, cycle: RequestResponseCycle, id: str, error: Unavailable) -> None:
+    def send_refusal(self, cycle: RequestResponseCycle, id: str, error: errors.Unavailable) -> None:
         """Send the answer to a call that is not taken: its bytes are kept, but for the id.
 
         Under an overload most answers are such, and each takes time from one that is not.
@@ -281,7 +272,7 @@ async def _send_stream(
         async for chunk in stream.read():
             await cycle.write(chunk, is_more=True)
         await cycle.write(b"")
-    except ServeError as error:
+    except errors.ServeError as error:
         logger.error("request %s: the stream is broken: %s", id, error, extra={"request_id": id})
     finally:
         stream.close()
@@ -312,7 +303,7 @@ async def _send_events(
             async for chunk in chunks:
                 text = events.pause if chunk is None else events.write(chunk)
                 await cycle.write(text, is_more=True)
-        except (ServeError, ValueError) as error:
+        except (errors.ServeError, ValueError) as error:
             logger.error("request %s: the stream ends early: %s", id, error)
             await cycle.write(events.write_error(str(error)), is_more=True)
         await cycle.write(b"")
@@ -405,7 +396,7 @@ class Application:
         """Return the last answer on a connection, to what is not a request, or to its body."""
         answer = self._answers.refuse(error, cycle)
         calls = self._calls
-        large = cycle if isinstance(error, BodyTooLarge) else None
+        large = cycle if isinstance(error, errors.BodyTooLarge) else None
         if large is not None and calls is not None and calls.target(large) is not None:
             calls.count_unrouted(answer[0])
         return answer

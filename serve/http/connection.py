@@ -21,17 +21,9 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from urllib.parse import unquote
 
+from modelyard.serve import errors
 from modelyard.serve.dataplane.tracing import trace_id_of
 from modelyard.serve.dataplane.wire import Buffer, Payload
-from modelyard.serve.errors import (
-    BadMessage,
-    BodyTooLarge,
-    HeadTooLarge,
-    RequestTooSlow,
-    ServeError,
-    TargetTooLong,
-    Unavailable,
-)
 from modelyard.serve.front.begin import Headers as Headers
 from modelyard.serve.front.begin import Served
 
@@ -299,7 +291,7 @@ class RequestResponseCycle:
         if self.is_complete or self.has_left:
             return
         if self.received > self.connection.limits.body_bytes:
-            raise BodyTooLarge(self.connection.limits.body_bytes)
+            raise errors.BodyTooLarge(self.connection.limits.body_bytes)
         self.parts.append(body)
         if self.received > UNCOUNTED_BYTES:
             self._count_body(self.received)
@@ -310,7 +302,7 @@ class RequestResponseCycle:
         budget.bodies += size - self._counted
         self._counted = size
         if size and budget.bodies > budget.body_limit:
-            raise Unavailable(
+            raise errors.Unavailable(
                 f"the bodies of requests take {budget.bodies} bytes; {budget.body_limit} are "
                 "allowed (request_memory_bytes)",
                 retry_after_s=1,
@@ -596,7 +588,7 @@ class Connection(asyncio.Protocol):
                     size = min(len(rest), missing)
                     try:
                         self._put(reading, rest[:size])
-                    except ServeError as error:
+                    except errors.ServeError as error:
                         self.refuse(error)
                 else:
                     size = SLICE_BYTES
@@ -629,7 +621,9 @@ class Connection(asyncio.Protocol):
             return
         except httptools.HttpParserError as error:
             cause = error.__context__
-            self.refuse(cause if isinstance(cause, ServeError) else BadMessage(str(error)))
+            self.refuse(
+                cause if isinstance(cause, errors.ServeError) else errors.BadMessage(str(error))
+            )
             return
         if self.phase == HEAD:
             self.head_bytes += len(data)
@@ -639,7 +633,7 @@ class Connection(asyncio.Protocol):
             reading.framing += len(data) - (reading.received - received)
             if reading.framing > FRAMING_BYTES + reading.received // 2:
                 self.refuse(
-                    BadMessage(
+                    errors.BadMessage(
                         f"{reading.framing} bytes of chunk sizes, extensions and trailers around "
                         f"{reading.received} bytes of body; send larger chunks"
                     )
@@ -647,9 +641,9 @@ class Connection(asyncio.Protocol):
 
     def _refuse_head(self) -> None:
         if len(self.url) > TARGET_BYTES:
-            self.refuse(TargetTooLong(TARGET_BYTES))
+            self.refuse(errors.TargetTooLong(TARGET_BYTES))
         else:
-            self.refuse(HeadTooLarge(f"{self.limits.header_bytes} bytes (max_header_bytes)"))
+            self.refuse(errors.HeadTooLarge(f"{self.limits.header_bytes} bytes (max_header_bytes)"))
 
     def _stay(self, rest: bytes | memoryview) -> None:
         """Go on with HTTP/1.1 where a client offers to change the protocol, as RFC 9110 allows.
@@ -670,7 +664,9 @@ class Connection(asyncio.Protocol):
     def on_message_begin(self) -> None:
         """Start a head."""
         if len(self._queue) >= PIPELINED:
-            raise BadMessage(f"more than {PIPELINED} requests before the answer to the first")
+            raise errors.BadMessage(
+                f"more than {PIPELINED} requests before the answer to the first"
+            )
         self.phase = HEAD
         self.since = self._time()
         self.url = b""
@@ -734,7 +730,7 @@ class Connection(asyncio.Protocol):
         limit = self.limits.body_bytes
         cycle.length = int(fields.get(b"content-length", 0))
         if cycle.length > limit:
-            raise BodyTooLarge(limit)
+            raise errors.BodyTooLarge(limit)
         site = self._site
         if fields.get(b"host") not in site.known or b"origin" in fields or _FETCH_SITE in fields:
             site(method, fields, path)
@@ -760,22 +756,22 @@ class Connection(asyncio.Protocol):
         if len(fields) != len(headers) or b"host" not in fields:
             hosts = sum(name == b"host" for name, _ in headers)
             if hosts > 1 or (hosts == 0 and version == "1.1"):
-                raise BadMessage(f"{hosts} Host headers; HTTP/1.1 has exactly one")
+                raise errors.BadMessage(f"{hosts} Host headers; HTTP/1.1 has exactly one")
         if version != "1.1" and version != "1.0":
-            raise BadMessage(f"HTTP/{version} is not spoken here; send HTTP/1.1")
+            raise errors.BadMessage(f"HTTP/{version} is not spoken here; send HTTP/1.1")
         if method == "CONNECT":
-            raise BadMessage("CONNECT asks for a proxy; this server is none")
+            raise errors.BadMessage("CONNECT asks for a proxy; this server is none")
         coding = fields.get(b"transfer-encoding")
         if coding is not None and (version == "1.0" or coding.lower() != b"chunked"):
-            raise BadMessage("a Transfer-Encoding other than chunked, or under HTTP/1.0")
+            raise errors.BadMessage("a Transfer-Encoding other than chunked, or under HTTP/1.0")
         if len(headers) > HEADER_COUNT:
-            raise HeadTooLarge(f"{HEADER_COUNT} fields")
+            raise errors.HeadTooLarge(f"{HEADER_COUNT} fields")
         if len(self.url) > TARGET_BYTES:
-            raise TargetTooLong(TARGET_BYTES)
+            raise errors.TargetTooLong(TARGET_BYTES)
         if self.head_bytes:  # it came in several pieces
             size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in headers)
             if size > self.limits.header_bytes:
-                raise HeadTooLarge(f"{self.limits.header_bytes} bytes (max_header_bytes)")
+                raise errors.HeadTooLarge(f"{self.limits.header_bytes} bytes (max_header_bytes)")
 
     def _split_target(self) -> tuple[bytes, bytes]:
         """Return path, not decoded, and query of the target.
@@ -788,7 +784,9 @@ class Connection(asyncio.Protocol):
             try:
                 parsed = httptools.parse_url(url)
             except httptools.HttpParserError:
-                raise BadMessage("the target of the request is neither a path nor a URL") from None
+                raise errors.BadMessage(
+                    "the target of the request is neither a path nor a URL"
+                ) from None
             path = parsed.path or b"/"
             return (path if path.startswith(b"/") else b"/"), parsed.query or b""
         path, _, query = url.partition(b"?")
@@ -912,10 +910,10 @@ class Connection(asyncio.Protocol):
             if reading.is_complete and now - self.since > limits.transfer_timeout_s:
                 transport.abort()  # it still sends what was answered long ago
             elif self._is_slow(reading, now, reading.received):
-                self.refuse(RequestTooSlow("body", MIN_RATE, limits.transfer_timeout_s))
+                self.refuse(errors.RequestTooSlow("body", MIN_RATE, limits.transfer_timeout_s))
         elif self.phase == HEAD:
             if now - self.since > limits.head_timeout_s:
-                self.refuse(RequestTooSlow("head", 0, limits.head_timeout_s))
+                self.refuse(errors.RequestTooSlow("head", 0, limits.head_timeout_s))
         elif self.phase == ENDING:
             if not self.is_busy and now - self.since > LINGER_S:
                 transport.abort()

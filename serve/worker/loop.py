@@ -27,21 +27,7 @@ from modelyard.handlers.ranges import span
 from modelyard.serve.dataplane import wire
 from modelyard.serve.dataplane.heap import keep_freed
 from modelyard.serve.dataplane.lengths import CALL_BYTES, take_batch
-from modelyard.serve.worker.codec import (
-    BYTES,
-    JSON,
-    TEXT,
-    UNREAD,
-    Answer,
-    NotFinite,
-    Request,
-    Rules,
-    answer_instances,
-    answer_output,
-    check_outputs,
-    compressed,
-    text_of,
-)  # fmt: skip
+from modelyard.serve.worker import codec
 from modelyard.serve.worker.load import Service
 
 logger = logging.getLogger(__name__)
@@ -52,7 +38,10 @@ MAX_BODY = 0xFFFFFFFF
 KEPT_BYTES = 16 << 20
 """Freed memory that is kept for the next bodies and answers."""
 
-_PACKED = {name: wire.pack_meta([b"content-type", name.encode()]) for name in (JSON, TEXT, BYTES)}
+_PACKED = {
+    name: wire.pack_meta([b"content-type", name.encode()])
+    for name in (codec.JSON, codec.TEXT, codec.BYTES)
+}
 
 STREAMED = {"ts_stream_next": "true"}
 """Headers of the first chunk of a streamed answer, by which clients know it."""
@@ -173,7 +162,7 @@ class Sender:
         self._reader = reader
         self._context = service.context
         self._rules = service.rules
-        self._requests: Sequence[Request] = ()
+        self._requests: Sequence[codec.Request] = ()
         self._began_us = 0
         self._handler_us: dict[int, int] = {}
         """Job of this batch → how long the handler's last call took that had it."""
@@ -182,7 +171,7 @@ class Sender:
         self._kept: dict[int, list[Any]] = {}
         """Chunks of instances by their place, whose answers are one with others."""
 
-    def begin(self, requests: Sequence[Request]) -> None:
+    def begin(self, requests: Sequence[codec.Request]) -> None:
         """Take note of whom the next chunks are for, and of the time."""
         self._requests = requests
         self._kept.clear()
@@ -201,7 +190,7 @@ class Sender:
         if all(map(self.has_left, self._requests)):
             raise ClientsLeft
 
-    def has_left(self, request: Request) -> bool:
+    def has_left(self, request: codec.Request) -> bool:
         """Return whether nobody waits for the answer to this request any more."""
         return request.id in self._reader.cancelled
 
@@ -222,14 +211,14 @@ class Sender:
             if request.has_instances:
                 self._kept.setdefault(at, []).append(values[at])
                 continue
-            answer = answer_output(self._context, at, values[at], self._rules)
+            answer = codec.answer_output(self._context, at, values[at], self._rules)
             headers = {} if self.has_sent else {**answer.headers, **STREAMED}
             frame.add(request.id, answer.status, wire.MORE, pack_headers(headers), [answer.body])
         if len(frame):
             self._reader.send(frame)
             self.has_sent = True
 
-    def has_sent_to(self, request: Request) -> bool:
+    def has_sent_to(self, request: codec.Request) -> bool:
         """Return whether a request's client has a chunk of this call's."""
         return self.has_sent and not request.has_instances
 
@@ -243,7 +232,7 @@ class Sender:
         self,
         batch: Sequence[wire.Item],
         began_us: int,
-        answers: Sequence[Answer],
+        answers: Sequence[codec.Answer],
         batch_us: int,
     ) -> None:
         """Send the answers of a batch, one per item, and what its handler measured.
@@ -321,7 +310,7 @@ def _encode_records(records: Sequence[object]) -> Iterator[bytes]:
             yield from _encode_records(part[middle:])
 
 
-_encode_metrics = json.JSONEncoder(default=text_of).encode
+_encode_metrics = json.JSONEncoder(default=codec.text_of).encode
 
 
 def pack_headers(headers: dict[str, str]) -> bytes:
@@ -335,7 +324,7 @@ def pack_headers(headers: dict[str, str]) -> bytes:
 
 def answer_batch(
     service: Service, batch: Sequence[wire.Item], sender: Sender | None = None
-) -> list[Answer]:
+) -> list[codec.Answer]:
     """Return one answer per item, whatever happens.
 
     A request whose body cannot be decoded is answered by itself. When the handler fails on several
@@ -349,12 +338,12 @@ def answer_batch(
     """
     if batch[0].flags & wire.GOLDEN:
         return [service.replay() for _ in batch]
-    answers: dict[int, Answer] = {}
+    answers: dict[int, codec.Answer] = {}
     requests = []
     for item in batch:
-        request = Request(item)
+        request = codec.Request(item)
         if sender is not None and sender.has_left(request):
-            answers[item.id] = UNREAD
+            answers[item.id] = codec.UNREAD
             continue
         try:
             request.decode(item.body, service.rules.read_json)
@@ -367,7 +356,7 @@ def answer_batch(
         answered = _call(service, _choose_entry(service, flags), requests, sender)
         has_sent = sender is not None and sender.has_sent
         if flags & wire.EXPLAIN and service.rules.compresses and not has_sent:
-            answered = list(map(compressed, answered, requests))
+            answered = list(map(codec.compressed, answered, requests))
         for request, answer in zip(requests, answered, strict=True):
             answers[request.id] = answer
     return [answers[item.id] for item in batch]
@@ -384,8 +373,8 @@ def _choose_entry(service: Service, flags: int) -> Entry:
 
 
 def _call(
-    service: Service, entry: Entry, requests: list[Request], sender: Sender | None
-) -> list[Answer]:
+    service: Service, entry: Entry, requests: list[codec.Request], sender: Sender | None
+) -> list[codec.Answer]:
     """Run the handler on these requests, and on each alone when that fails."""
     if any(request.has_instances for request in requests):
         return _call_instances(service, entry, requests, sender)
@@ -397,8 +386,8 @@ def _call(
 
 
 def _call_instances(
-    service: Service, entry: Entry, requests: list[Request], sender: Sender | None
-) -> list[Answer]:
+    service: Service, entry: Entry, requests: list[codec.Request], sender: Sender | None
+) -> list[codec.Answer]:
     """Run the handler on requests of which some have several rows, at most a batch of them each."""
     rows = [row for request in requests for row in request.rows]
     size = service.batch_size
@@ -420,10 +409,14 @@ def _call_instances(
         own = slice(at, at + len(request.rows))
         if request.has_instances:
             write = partial(
-                answer_instances, outputs[own], statuses[own], request.is_explained, service.rules
+                codec.answer_instances,
+                outputs[own],
+                statuses[own],
+                request.is_explained,
+                service.rules,
             )
         else:
-            write = partial(answer_output, service.context, at, outputs[at], service.rules)
+            write = partial(codec.answer_output, service.context, at, outputs[at], service.rules)
         answers.append(_written(service, write, request, sender))
         at = own.stop
     return answers
@@ -433,7 +426,7 @@ def _run(
     service: Service,
     entry: Entry,
     rows: list[dict[str, Any]],
-    owners: Sequence[Request],
+    owners: Sequence[codec.Request],
     sender: Sender | None,
 ) -> list[Any]:
     """Return what the handler answers to rows, each of which is of a request.
@@ -455,7 +448,7 @@ def _run(
     finally:
         if sender is not None:
             sender.end()
-    outputs = check_outputs(outputs, len(rows))
+    outputs = codec.check_outputs(outputs, len(rows))
     if (metric := service.rules.time_metric) and context.metrics is not None:
         context.metrics.add_time(metric, round((perf_counter() - began) * 1000, 2))
     return outputs if sender is None else sender.with_kept(outputs)
@@ -471,9 +464,9 @@ def _answer_failure(
     service: Service,
     entry: Entry,
     error: BaseException,
-    requests: list[Request],
+    requests: list[codec.Request],
     sender: Sender | None,
-) -> list[Answer]:
+) -> list[codec.Answer]:
     """Answer requests on which the handler failed together, by running each alone.
 
     Raises:
@@ -485,7 +478,7 @@ def _answer_failure(
     if sender is not None and sender.has_sent:
         return _broken(rules, error, requests)
     if isinstance(error, ClientsLeft):
-        return [UNREAD] * len(requests)
+        return [codec.UNREAD] * len(requests)
     if rules.ends_worker(error):
         raise error
     if len(requests) > 1 and not rules.fails_together(error):
@@ -497,12 +490,12 @@ def _answer_failure(
 
 
 def _answer_outputs(
-    service: Service, outputs: list[Any], requests: list[Request], sender: Sender | None
-) -> list[Answer]:
+    service: Service, outputs: list[Any], requests: list[codec.Request], sender: Sender | None
+) -> list[codec.Answer]:
     """Turn what the handler returned into answers, each that cannot be sent into an error."""
     return [
         _written(
-            service, partial(answer_output, service.context, index, output, service.rules),
+            service, partial(codec.answer_output, service.context, index, output, service.rules),
             requests[index], sender,
         )
         for index, output in enumerate(outputs)
@@ -510,15 +503,18 @@ def _answer_outputs(
 
 
 def _written(
-    service: Service, write: Callable[[], Answer], request: Request, sender: Sender | None
-) -> Answer:
+    service: Service,
+    write: Callable[[], codec.Answer],
+    request: codec.Request,
+    sender: Sender | None,
+) -> codec.Answer:
     """Return an answer, or the error that there is in its place."""
     rules = service.rules
     try:
         return write()
     except Exception as failure:  # an answer is an author's object: its methods may fail
         error: Exception = failure
-        if isinstance(failure, NotFinite) and service.is_built_in:
+        if isinstance(failure, codec.NotFinite) and service.is_built_in:
             error = BadInput(
                 "the model gives infinity or NaN for this input, which JSON does not have; "
                 "send smaller numbers"
@@ -529,7 +525,9 @@ def _written(
         return rules.refuse(error, request.request_id)
 
 
-def _broken(rules: Rules, error: BaseException, requests: Sequence[Request]) -> list[Answer]:
+def _broken(
+    rules: codec.Rules, error: BaseException, requests: Sequence[codec.Request]
+) -> list[codec.Answer]:
     """Return the ends of answers of which the clients have the first chunks already."""
     if not isinstance(error, ClientsLeft):
         _log_error("request %s failed after its first chunk", requests[0].request_id, error)
@@ -546,7 +544,7 @@ def finish_device(service: Service) -> None:
         torch.cuda.synchronize()
 
 
-def log_failure(rules: Rules, error: BaseException, request_id: str) -> None:
+def log_failure(rules: codec.Rules, error: BaseException, request_id: str) -> None:
     """Log what is not the client's fault, with the traceback that no client sees."""
     if rules.explain_error(error).code >= 500:
         _log_error("request %s failed", request_id, error)
