@@ -65,12 +65,8 @@ def run(settings: Settings, report: Report, create: Create = create_server) -> i
         with state.lock():
             report({"event": "locked"})
             uvloop.run(_serve(settings, state, report, create))
-    except (ServeError, ArchiveError) as error:
-        logger.error("%s", error)
-        report({"event": "error", "message": str(error)})
-        return 1
-    except OSError as error:
-        message = state.why_unusable(error)
+    except (ServeError, ArchiveError, OSError) as error:
+        message = state.why_unusable(error) if isinstance(error, OSError) else str(error)
         logger.error("%s", message)
         report({"event": "error", "message": message})
         return 1
@@ -89,7 +85,7 @@ async def _serve(settings: Settings, state: StateDir, report: Report, create: Cr
     measures = check_machine(settings)
     server = create(settings)
     orphans, closing = Orphans(), list[asyncio.Task[None]]()
-    stop = _watch_signals()
+    stop = StopSignals()
     about = _describe(server, state, settings)
     walls = {each.name: {"status": each.status, "found": each.found} for each in measures}
 
@@ -102,17 +98,17 @@ async def _serve(settings: Settings, state: StateDir, report: Report, create: Cr
         report({"event": "started", **about})
 
     try:
-        if server.lifecycle.policy.is_strict:
+        is_strict = server.lifecycle.policy.is_strict
+        if is_strict:
             await open_ports()
-            warnings = await _load(server, stop, report)
-        else:
-            warnings = await _load(server, stop, report)
+        warnings = await _load(server, stop, report)
+        if not is_strict:
             await open_ports()
         for warning in settings.warnings:
             logger.warning("%s", warning)
         warnings = [*settings.warnings, *warnings]
         served = ", ".join(f"{model.name} {model.version}" for model in server.lifecycle.registry)
-        if not served and server.lifecycle.policy.is_strict:
+        if not served and is_strict:
             served = NOTHING
             warnings.append(NOTHING)
         server.state.is_starting = False
@@ -193,18 +189,11 @@ class StopSignals:
     def __init__(self) -> None:
         self.first = asyncio.Event()
         self.second = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._receive)
 
-    def received(self) -> None:
-        """Note one more signal."""
+    def _receive(self) -> None:
         (self.second if self.first.is_set() else self.first).set()
-
-
-def _watch_signals() -> StopSignals:
-    stop = StopSignals()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.received)
-    return stop
 
 
 async def _drain(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -105,6 +105,55 @@ class Address:
             return f"unix:{self.path}"
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http{'s' if self.is_tls else ''}://{host}:{self.port}"
+
+
+def _is_open(data: Mapping[str, Any]) -> bool:
+    """Return whether nobody needs a token."""
+    return bool(data.get("auth") == "never")
+
+
+CONFLICTS: tuple[tuple[str, Callable[[Any, Mapping[str, Any]], object], str], ...] = (
+    (
+        "tls_key",
+        lambda key, data: "tls_cert" in data and (key is None) != (data["tls_cert"] is None),
+        "tls_cert and tls_key go together; one is missing",
+    ),
+    (
+        "token_file",
+        lambda file, data: _is_open(data) and (file or data.get("tokens")),
+        "auth is never, so no token would be asked for",
+    ),
+    (
+        "insecure",
+        lambda value, data: (
+            _is_open(data) and not value and not Address(data.get("host", "")).is_loopback
+        ),
+        "auth: never lets everybody who reaches {host} replace the models; give --insecure to "
+        "mean that",
+    ),
+    (
+        "insecure",
+        lambda value, data: _is_open(data) and not value and "*" in data.get("allowed_origins", ()),
+        "auth: never and allowed_origins: * let every web page replace the models; give "
+        "--insecure to mean that",
+    ),
+    (
+        "require_sandbox",
+        lambda value, data: value and not data.get("sandbox"),
+        "the setting sandbox is off",
+    ),
+    (
+        "require_signature",
+        lambda value, data: value and not data.get("trusted_keys"),
+        "name the file of public keys with --trusted-keys",
+    ),
+    (
+        "reload",
+        lambda value, data: value and data.get("require_signature"),
+        "what is edited is not signed, and require_signature is on",
+    ),
+)
+"""Setting, what makes it wrong beside those that are declared before it, and why."""
 
 
 class Settings(BaseModel):
@@ -248,13 +297,6 @@ class Settings(BaseModel):
         """Take lines where a list is expected; a semicolon ends one, too."""
         return value.replace(";", "\n").splitlines() if isinstance(value, str) else value
 
-    @field_validator("tls_key")
-    @classmethod
-    def _has_certificate(cls, value: Path | None, info: ValidationInfo) -> Path | None:
-        if "tls_cert" in info.data and (value is None) != (info.data["tls_cert"] is None):
-            raise ValueError("tls_cert and tls_key go together; one is missing")
-        return value
-
     @field_validator("management_port", "metrics_port", "grpc_port")
     @classmethod
     def _is_no_others(cls, value: int | None, info: ValidationInfo) -> int | None:
@@ -266,13 +308,6 @@ class Settings(BaseModel):
                 )
         return value
 
-    @field_validator("token_file")
-    @classmethod
-    def _are_asked_for(cls, value: Path | None, info: ValidationInfo) -> Path | None:
-        if (value or info.data.get("tokens")) and info.data.get("auth") == "never":
-            raise ValueError("auth is never, so no token would be asked for")
-        return value
-
     @field_validator("model_settings", mode="before")
     @classmethod
     def _parse(cls, value: Any) -> Any:
@@ -282,26 +317,6 @@ class Settings(BaseModel):
         except ValueError as error:
             raise ValueError(f"not valid YAML: {error}") from error
 
-    @field_validator("insecure")
-    @classmethod
-    def _is_meant(cls, value: bool, info: ValidationInfo) -> bool:
-        host = info.data.get("host", "")
-        if info.data.get("auth") == "never" and not value and not Address(host).is_loopback:
-            raise ValueError(
-                f"auth: never lets everybody who reaches {host} replace the models; give "
-                "--insecure to mean that"
-            )
-        if (
-            info.data.get("auth") == "never"
-            and not value
-            and "*" in info.data.get("allowed_origins", ())
-        ):
-            raise ValueError(
-                "auth: never and allowed_origins: * let every web page replace the models; give "
-                "--insecure to mean that"
-            )
-        return value
-
     @field_validator("worker_uids")
     @classmethod
     def _is_range(cls, value: str) -> str:
@@ -310,27 +325,20 @@ class Settings(BaseModel):
             raise ValueError(f"expected {UIDS}")
         return value
 
-    @field_validator("require_sandbox")
-    @classmethod
-    def _has_sandbox(cls, value: bool, info: ValidationInfo) -> bool:
-        if value and not info.data.get("sandbox"):
-            raise ValueError("the setting sandbox is off")
-        return value
-
     @field_validator("reload")
     @classmethod
-    def _are_watched(cls, value: tuple[Path, ...], info: ValidationInfo) -> tuple[Path, ...]:
-        if value and info.data.get("require_signature"):
-            raise ValueError("what is edited is not signed, and require_signature is on")
+    def _are_folders(cls, value: tuple[Path, ...]) -> tuple[Path, ...]:
         if missing := [path for path in value if not path.is_dir()]:
             raise ValueError(f"there is no folder {missing[0]}")
         return value
 
-    @field_validator("require_signature")
+    @field_validator(*dict.fromkeys(name for name, _, _ in CONFLICTS))
     @classmethod
-    def _has_keys(cls, value: bool, info: ValidationInfo) -> bool:
-        if value and not info.data.get("trusted_keys"):
-            raise ValueError("name the file of public keys with --trusted-keys")
+    def _fits(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse what does not go with the settings above it."""
+        for name, is_wrong, text in CONFLICTS:
+            if name == info.field_name and is_wrong(value, info.data):
+                raise ValueError(text.format(**info.data))
         return value
 
     @property

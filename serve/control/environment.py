@@ -16,8 +16,7 @@ import subprocess
 import sys
 import sysconfig
 import venv
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 from modelyard.archiver import Archive
@@ -86,7 +85,8 @@ def _environment(
     folder = environments / key[:32]
     python, complete = folder / "bin" / "python", folder / "complete"
     environments.mkdir(mode=0o700, exist_ok=True)
-    with _locked(environments / f"{folder.name}.lock"):
+    with (environments / f"{folder.name}.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one process at a time builds it; a dead one's is free
         if not complete.exists():
             count = sum(bool(line.strip()) for line in requirements.splitlines())
             logger.info("%s: installing %d requirements into %s", name, count, folder)
@@ -99,14 +99,6 @@ def _environment(
             complete.touch()
             logger.info("%s: its environment is ready", name)
     return str(python)
-
-
-@contextmanager
-def _locked(file: Path) -> Iterator[None]:
-    """Let one process at a time build what the lock is named for; a dead one's lock is free."""
-    with file.open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def _build(name: str, folder: Path, python: Path, arguments: Sequence[str]) -> None:

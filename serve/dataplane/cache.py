@@ -234,32 +234,25 @@ class VersionAnswers:
         return digest.digest()
 
 
-class Lookup:
-    """What one request says of answers that are kept.
+class Lookup(NamedTuple):
+    """What one request says of answers that are kept."""
 
-    Attributes:
-        looks: whether it may be answered with one.
-        keeps: whether its own may be kept.
-    """
-
-    __slots__ = ("_answers", "_tags", "keeps", "looks")
-
-    def __init__(
-        self, answers: VersionAnswers, looks: bool, keeps: bool, tags: Sequence[bytes]
-    ) -> None:
-        self._answers = answers
-        self._tags = tags
-        self.looks = looks
-        self.keeps = keeps
+    answers: VersionAnswers
+    looks: bool
+    """Whether it may be answered with one."""
+    keeps: bool
+    """Whether its own may be kept."""
+    tags: Sequence[bytes]
+    """ETags of the answers that its client has."""
 
     def answer(self, call: Call) -> bool:
         """Return whether the call is seen to: it is answered, or waits for the same answer."""
-        return self._answers.answer(call, self)
+        return self.answers.answer(call, self)
 
     def reply(self, kept: Kept, outcome: str) -> Reply:
         """Return an answer as it is sent: 304 where the client has it already."""
         note = Note(outcome, ((b"x-cache", outcome.encode()), *kept.note))
-        if kept.tag in self._tags:
+        if kept.tag in self.tags:
             return Reply(304, b"", b"", note=note)
         return Reply(200, kept.headers, kept.body, note=note)
 

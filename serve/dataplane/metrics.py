@@ -22,7 +22,7 @@ from prometheus_client.samples import Exemplar
 from prometheus_client.utils import floatToGoString
 
 from modelyard.serve.dataplane.call import CLASSES
-from modelyard.serve.dataplane.exposition import HandlerMetrics, Record, read_records
+from modelyard.serve.dataplane.exposition import HandlerMetrics, read_records
 
 if TYPE_CHECKING:
     from modelyard.serve.dataplane.cache import VersionAnswers
@@ -168,26 +168,6 @@ class Family(Collector):
         return [family]
 
 
-class Recorder(Protocol):
-    """What keeps the metrics of handlers, and whatever else a dialect measures."""
-
-    is_alone: bool
-    """Whether nothing but its text is exposed."""
-
-    def reported(self, records: Iterable[Record], seconds: float) -> None:
-        """Take what a handler measured in one batch, which its worker had for `seconds`."""
-
-    def forget(self, model: str) -> None:
-        """Drop the series of a model."""
-
-    def text(self, names: Collection[str] = (), is_open: bool = False) -> str:
-        """Return Prometheus text; only metrics of these names unless there are none.
-
-        Args:
-            is_open: whether it is read as OpenMetrics; what ends that is not written.
-        """
-
-
 class CallObserver(Protocol):
     """What wants to know of each call for a model."""
 
@@ -250,9 +230,9 @@ class Metrics:
     """The metrics of one server. Labels come from registered models only, so they are bounded."""
 
     def __init__(
-        self, recorder: Recorder | None = None, observer: CallObserver | None = None
+        self, recorder: HandlerMetrics | None = None, observer: CallObserver | None = None
     ) -> None:
-        self.recorder: Recorder = recorder or HandlerMetrics(socket.gethostname())
+        self.recorder = recorder or HandlerMetrics(socket.gethostname())
         self.observer = observer
         disable_created_metrics()  # type: ignore[no-untyped-call]  # a time stamp beside every series, which nobody reads
         registry = self.registry = CollectorRegistry()

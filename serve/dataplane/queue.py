@@ -65,11 +65,6 @@ class Line(deque[Call]):
         self.rows -= job.rows
         return job
 
-    def clear(self) -> None:
-        """Forget all jobs."""
-        super().clear()
-        self.rows = 0
-
     def take(self, place: int) -> Call:
         """Take a job from among the others."""
         job = self[place]
@@ -181,11 +176,6 @@ class Classes:
                 return job
             place -= len(line)
         raise IndexError(place)
-
-    def clear(self) -> None:
-        """Forget all jobs."""
-        for line in self.lines:
-            line.clear()
 
     def sift(self, is_gone: IsGone, most: int | None = None) -> bool:
         """Do as `Line.sift` with each class."""

@@ -807,13 +807,8 @@ class Connection(asyncio.Protocol):
             self._end()
         elif cycle.is_refused and cycle.is_received and self.turns.must_hold():
             self._hold()
-        elif self._queue:
-            self.answering = self._queue.popleft()
-            self._begin(self.answering)
-        elif self._refusal is not None:
-            self._send_refusal(*self._refusal)
-        elif self._is_reading_paused:
-            self.resume_reading()
+        elif self._queue or self._refusal is not None or self._is_reading_paused:
+            self._go_on()
 
     def _hold(self) -> None:
         """Take nothing more from a client that asks for more than can be done."""
@@ -826,6 +821,10 @@ class Connection(asyncio.Protocol):
         if self.transport.is_closing():
             return
         self._is_held = False
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Begin with the next request, or read on."""
         if self._queue:
             self.answering = self._queue.popleft()
             self._begin(self.answering)

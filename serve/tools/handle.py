@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import subprocess
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from modelyard.serve.errors import StartError
@@ -47,12 +46,7 @@ class Server:
     def __enter__(self) -> Server:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.stop()
 
     def client(self, **options: Any) -> Client:

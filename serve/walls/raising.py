@@ -10,15 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from modelyard.serve.walls import calls, landlock, places
-from modelyard.serve.walls.kernel import (
-    PR_CAP_AMBIENT,
-    PR_SET_KEEPCAPS,
-    PR_SET_NO_NEW_PRIVS,
-    PR_SET_PDEATHSIG,
-    capset,
-    prctl,
-)
+from modelyard.serve.walls import calls, kernel, landlock, places
 from modelyard.serve.walls.plan import Walls
 
 MOST_FILES = 1 << 16
@@ -35,7 +27,7 @@ def die_with_parent(parent: int | None = None) -> None:
         parent: its process id, where that was read before.
     """
     parent = parent or os.getppid()
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the line above
         sys.exit(1)
 
@@ -55,7 +47,7 @@ def raise_walls(walls: Walls) -> None:
         raise OSError(f"{threads} threads run where there must be one")
     _set_limits(walls)
     _drop_privileges(walls)
-    prctl(PR_SET_NO_NEW_PRIVS, 1)  # `exec` brings no capability back
+    kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)  # `exec` brings no capability back
     if landlock.version():
         landlock.restrict(None if walls.has_files else _rules(walls))
     if calls.is_supported():
@@ -86,13 +78,13 @@ def _drop_privileges(walls: Walls) -> None:
     """Drop every capability but one, and become another user where there is one."""
     parent = os.getppid()
     if walls.uid is not None:
-        prctl(PR_SET_KEEPCAPS, 1)
+        kernel.prctl(kernel.PR_SET_KEEPCAPS, 1)
         os.setgroups(walls.groups)
         os.setresgid(walls.uid, walls.uid, walls.uid)
         os.setresuid(walls.uid, walls.uid, walls.uid)
         die_with_parent(parent)  # who becomes another user is untied from its parent
-    capset(0 if walls.capability is None else 1 << walls.capability)
+    kernel.capset(0 if walls.capability is None else 1 << walls.capability)
     with contextlib.suppress(OSError):  # a kernel before 4.3 has none
-        prctl(PR_CAP_AMBIENT, _CLEAR_AMBIENT)
+        kernel.prctl(kernel.PR_CAP_AMBIENT, _CLEAR_AMBIENT)
         if walls.capability is not None:
-            prctl(PR_CAP_AMBIENT, _RAISE_AMBIENT, walls.capability)
+            kernel.prctl(kernel.PR_CAP_AMBIENT, _RAISE_AMBIENT, walls.capability)

@@ -347,7 +347,7 @@ def answer_batch(
         try:
             request.decode(item.body, service.rules.read_json)
         except Exception as error:
-            answers[item.id] = service.rules.refuse_undecodable(error, request.request_id)
+            answers[item.id] = service.rules.refuse(error, request.request_id, was_read=False)
         else:
             requests.append(request)
     if requests:

@@ -132,7 +132,7 @@ class Stepping:
         try:
             job.request.decode(item.body, rules.read_json)
         except Exception as error:
-            answer = rules.refuse_undecodable(error, job.request.request_id)
+            answer = rules.refuse(error, job.request.request_id, was_read=False)
             self._end(frame, job, answer)
             return
         try:
