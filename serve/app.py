@@ -37,9 +37,8 @@ from modelyard.serve.http.application import (
     check_changes,
 )
 from modelyard.serve.http.connection import Accepts, Access, Limits
-from modelyard.serve.http.cors import Cors
 from modelyard.serve.http.listener import Listener, Tls
-from modelyard.serve.http.site import SiteCheck
+from modelyard.serve.http.site import Cors, SiteCheck
 from modelyard.serve.http.tls import watched_tls
 from modelyard.serve.http.tokens import Grants, make_grant, parse_grants, read_token_file
 from modelyard.serve.http.watched import Watched

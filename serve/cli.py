@@ -204,8 +204,7 @@ serve_app.command()(start)
 
 
 def _print_plan(settings: Settings, json_output: bool) -> None:
-    from modelyard.serve.control.restore import plan_start
-    from modelyard.serve.explain_plan import explain, plan_table
+    from modelyard.serve.explain_plan import explain, plan_start, plan_table
 
     plan = plan_start(settings)
     if json_output:

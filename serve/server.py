@@ -20,8 +20,8 @@ import uvloop
 
 from modelyard.archiver import ArchiveError
 from modelyard.serve.app import Server, create_server
+from modelyard.serve.control.register import restore
 from modelyard.serve.control.reload import Reloader
-from modelyard.serve.control.restore import restore
 from modelyard.serve.control.sandbox import check_machine
 from modelyard.serve.control.state import StateDir, write_json
 from modelyard.serve.dataplane.process import Orphans

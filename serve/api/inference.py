@@ -226,25 +226,17 @@ class DirectReply(CallReply):
         if reply.note is not None:
             self.asked.outcome = reply.note.outcome
             headers = [*headers, *reply.note.headers]
-        if form is None and isinstance(body, Stream) and self.calls.sends_events:
-            form = (
-                events.CHUNKS
-                if events.wants_events(self.asked.headers) and events.is_text(headers)
-                else None
-            )
+        is_bare = form is None and isinstance(body, Stream) and self.calls.sends_events
+        if is_bare and events.wants_events(self.asked.headers) and events.is_text(headers):
+            form = events.CHUNKS
         if form is None or reply.status == 304 or reply.status >= 400 or events.are_events(headers):
-            self.calls.answers.send(self.asked, self.asked.id, reply.status, headers, body)
+            self.calls.answers.send(self.asked, reply.status, headers, body)
             return
         write = events.writer(form, self.model.name, self.model.version, headers)
         own = [pair for pair in headers if pair[0] not in events.OF_BODY]
         if form.is_stream and isinstance(body, Stream):
-            self.calls.answers.send(
-                self.asked,
-                self.asked.id,
-                reply.status,
-                [*own, *events.HEAD],
-                Events(body, write, events.error_event, events.PAUSE),
-            )
+            sent = Events(body, write, events.error_event, events.PAUSE)
+            self.calls.answers.send(self.asked, reply.status, [*own, *events.HEAD], sent)
         elif isinstance(body, Stream):
             self.asked.run(self._gather(reply.status, own, body, write))
         else:
@@ -261,7 +253,7 @@ class DirectReply(CallReply):
         except ValueError as error:
             self.refuse(errors.BadRequest(str(error)))
         else:
-            self.calls.answers.send(self.asked, self.asked.id, status, headers, written)
+            self.calls.answers.send(self.asked, status, headers, written)
 
     async def _gather(
         self, status: int, headers: Headers, stream: Stream, write: Callable[[Payload], bytes]
@@ -285,9 +277,9 @@ class DirectReply(CallReply):
         self.asked.is_refused = isinstance(error, errors.Unavailable | errors.DeadlinePassed)
         answers = self.calls.answers
         if isinstance(error, errors.Unavailable):
-            answers.send_refusal(self.asked, self.asked.id, error)
+            answers.send_refusal(self.asked, error)
         else:
-            answers.send(self.asked, self.asked.id, *answers.error(error, self.asked.id))
+            answers.send(self.asked, *answers.error(error, self.asked.id))
 
 
 _ROWS = re.compile(rb'"shape"\s*:\s*\[\s*(\d{1,9})\s*[],]')

@@ -24,7 +24,7 @@ from modelyard.serve.walls.measures import (
     reading_capability,
     why_one_user,
 )
-from modelyard.serve.walls.plan import Walls
+from modelyard.serve.walls.raising import Walls
 
 logger = logging.getLogger(__name__)
 

@@ -17,10 +17,9 @@ from itertools import islice
 from time import monotonic
 
 from modelyard.serve.dataplane.call import NORMAL, Call
-from modelyard.serve.dataplane.engine import Engine, Replica
 from modelyard.serve.dataplane.lengths import NEIGHBOURS, choose_alike
 from modelyard.serve.dataplane.metrics import Histogram, KindMetrics
-from modelyard.serve.dataplane.queue import SHARES, Admission, Classes, Line
+from modelyard.serve.dataplane.queue import SHARES, Admission, Classes, Engine, Line, Replica
 from modelyard.serve.errors import DeadlinePassed, QueueFull, TooLate, Unavailable
 
 POLL_AFTER_S = 0.005

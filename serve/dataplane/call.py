@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
@@ -113,7 +113,7 @@ class Stream:
         size, self._size = self._size, 0
         self._budget.give_back(size)
 
-    async def read(self) -> AsyncIterator[Payload]:
+    async def read(self) -> AsyncGenerator[Payload]:
         """Yield the chunks as they come, until the last one or until the client has left.
 
         Raises:

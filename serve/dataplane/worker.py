@@ -26,9 +26,8 @@ from modelyard.serve import errors
 from modelyard.serve.dataplane import wire
 from modelyard.serve.dataplane.budget import Share
 from modelyard.serve.dataplane.call import EXPLAIN, PREDICT, Call, Reply, ReplySink, Stream
-from modelyard.serve.dataplane.fork_server import ForkServer, Preload, start_process
 from modelyard.serve.dataplane.log_file import LogFile, Pipe
-from modelyard.serve.dataplane.process import ChildProcess
+from modelyard.serve.dataplane.process import ChildProcess, ForkServer, Preload, start_process
 from modelyard.serve.dataplane.tracing import Batch
 from modelyard.serve.dataplane.wire import Buffer
 
