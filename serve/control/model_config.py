@@ -15,6 +15,7 @@ from modelyard.archiver.untrusted.names import REFERENCE_NAME
 from modelyard.base.nearest import did_you_mean
 from modelyard.serve.control.sizing import count_gpus
 from modelyard.serve.dataplane.lengths import CALL_BYTES
+from modelyard.serve.dataplane.worker import RunConfig
 from modelyard.serve.errors import BadModelConfig
 from modelyard.serve.settings import Settings
 
@@ -67,30 +68,18 @@ class ModelSpec:
     """Niceness of its workers."""
 
 
-@dataclass(frozen=True)
-class ModelConfig:
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(RunConfig):
     """How one model version is run. Keys of the YAML file in brackets."""
 
     workers: int
     """Workers to start; 0 leaves the choice to the server [minWorkers]."""
     most_workers: int
     """Workers that scaling leaves alone [maxWorkers]; 0 as `workers`."""
-    batch_size: int
-    """Largest batch, never above what the export's report proved [batchSize]."""
-    batch_delay_ms: int
-    """Longest time that a batch waits for more requests; 0 waits for none [maxBatchDelay]."""
-    queue_size: int
-    """Requests that may wait [jobQueueSize]."""
     request_timeout_s: float
     """Time from arrival to answer [clientTimeoutInMills]."""
-    response_timeout_s: float
-    """Time for one batch in a worker [responseTimeout, seconds]."""
-    startup_timeout_s: float
-    """Time to load [startupTimeout, seconds]."""
     device: str
     """auto, cpu, cuda or cuda:N [deviceType: cpu | gpu]."""
-    retry: bool
-    """Whether a request that a worker died with is tried once more, alone [retry]."""
     explain_workers: int = 0
     """Workers that only explain; 0 leaves explanations to the workers of predictions
     [explainWorkers]."""
@@ -102,18 +91,11 @@ class ModelConfig:
     """Worker i takes the i-th of these, in turn [deviceIds]."""
     by_length: bool = False
     """Whether a batch is made of requests of like length [batchBy: arrival | length]."""
-    gathers_bursts: bool = False
-    """Whether only the first requests after a pause wait for others, as `Batcher` says; else every
-    batch does [batchDelay: busy | always]."""
     refuses_late: bool = True
     """Whether a request is refused whose answer is not to be expected in its time; else it waits
     until the end, unless its client says how long."""
-    needs_ticket: bool = False
-    """Whether a request is taken only while a worker is idle [useJobTicket]."""
     has_venv: bool = False
     """Whether the archive requests an environment of its own [useVenv]."""
-    retry_s: float = math.inf
-    """How long a worker that cannot be started any more is tried again [maxRetryTimeoutInSec]."""
     parallel_type: str = ""
     """Shown only [parallelType]."""
     parallel_level: int = 0
@@ -131,8 +113,6 @@ class ModelConfig:
     artifact: str = ""
     """What predicts in place of the artifact that the manifest names, as the settings say it of
     this model; what the archive says its workers read [artifact]."""
-    threads: int = 0
-    """Threads of each worker; 0 leaves the choice to the server [workerThreads]."""
     capacity_rps: float = 0.0
     """Answers per second that `tune` measured for this configuration; 0 where nobody did
     [tunedRate]."""

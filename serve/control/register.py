@@ -210,7 +210,7 @@ class Lifecycle:
         """
         taken = sum(count for other, count in self._loading.items() if other != name)
         taken += sum(
-            model.pool.least * model.pool.plan.threads
+            model.pool.least * model.pool.plan.run.threads
             for model in self.registry
             if model.name != name
         )

@@ -250,7 +250,7 @@ class Pool:
             now = self._loop.time()
             if failing_since is None:
                 failing_since = now
-            elif now - failing_since >= self.plan.retry_window_s:
+            elif now - failing_since >= self.plan.run.retry_s:
                 self._give_up(slot)
                 return
             slot.restarts += 1
@@ -268,7 +268,7 @@ class Pool:
     def _give_up(self, slot: ReplicaSlot) -> None:
         slot.has_given_up = True
         logger.error("%s: no start succeeded for %g s; not tried again",
-                     self._name(slot.number), self.plan.retry_window_s)  # fmt: skip
+                     self._name(slot.number), self.plan.run.retry_s)  # fmt: skip
         if (reason := self.why_none) is not None:
             self._refuse(errors.Unavailable(reason, retry_after_s=RETRY_AFTER_S))
 
@@ -414,7 +414,7 @@ class Pool:
         if worker.flight:
             self.worked_s += self.clock.read(monotonic()) - worker.began_at
         for job in worker.flight.values():
-            if job.stream is not None or job.retried or not self.plan.retry:
+            if job.stream is not None or job.retried or not self.plan.run.retry:
                 job.fail(worker.death)
             elif not job.sink.done() and not (self.heir is not None and self.heir(job)):
                 job.retried = True
@@ -460,7 +460,7 @@ class Pool:
                     worker.cancel(id)
                 elif job.drop_if_left():
                     worker.cancel(id)
-            limit = self.plan.response_timeout_s
+            limit = self.plan.run.response_timeout_s
             is_busy = worker.is_ready and worker.flight and not worker.is_held_up
             if is_busy and worked - worker.busy_since > limit:
                 name = self._name(worker.number)

@@ -134,6 +134,33 @@ class WorkerPolicy:
         return errors.DeadlinePassed(f"the worker gave no answer for {limit_s:g} s")
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """How a model version's batches are made and run. Keys of model-config.yaml in brackets."""
+
+    batch_size: int
+    """Largest batch, never above what the export's report proved [batchSize]."""
+    batch_delay_ms: int
+    """Longest time that a batch waits for more requests; 0 waits for none [maxBatchDelay]."""
+    queue_size: int
+    """Requests that may wait [jobQueueSize]."""
+    gathers_bursts: bool = False
+    """Whether only the first requests after a pause wait for others, as `Batcher` says; else every
+    batch does [batchDelay: busy | always]."""
+    needs_ticket: bool = False
+    """Whether a request is taken only while a worker is idle [useJobTicket]."""
+    threads: int = 0
+    """Threads of each worker; 0 leaves the choice to the server [workerThreads]."""
+    startup_timeout_s: float
+    """Time to load [startupTimeout, seconds]."""
+    response_timeout_s: float
+    """Time for one batch in a worker [responseTimeout, seconds]."""
+    retry: bool
+    """Whether a request that a worker died with is tried once more, alone [retry]."""
+    retry_s: float = math.inf
+    """How long a worker that cannot be started any more is tried again [maxRetryTimeoutInSec]."""
+
+
 @dataclass(frozen=True)
 class WorkerPlan:
     """What every worker of a model version is started with."""
@@ -143,18 +170,11 @@ class WorkerPlan:
     load: dict[str, Any]
     """The LOAD message, read by `worker.load`; a worker's number is added to it."""
     log_dir: Path
-    threads: int
-    batch_size: int
-    startup_timeout_s: float
-    response_timeout_s: float
-    retry: bool
-    """Whether a request that a worker died with is tried once more."""
+    run: RunConfig
     max_answer_bytes: int
     """Size of one answer, or of one chunk of it."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """All variables of the workers."""
-    retry_window_s: float = math.inf
-    """How long a worker that cannot be started any more is tried again."""
     log_stem: str = "worker"
     """Stem of the log files' names."""
     niceness: int = 0
@@ -220,7 +240,7 @@ class Worker(asyncio.BufferedProtocol):
         Raises:
             LoadFailed: with the worker's own error.
         """
-        plan = self._plan
+        plan, timeout_s = self._plan, self._plan.run.startup_timeout_s
         try:
             ours = await self._spawn()
         except OSError as error:
@@ -232,12 +252,12 @@ class Worker(asyncio.BufferedProtocol):
         load = {**plan.load, "worker": self.number}
         self._transport.write(wire.encode_control(wire.LOAD, load))
         try:
-            async with asyncio.timeout(plan.startup_timeout_s):
+            async with asyncio.timeout(timeout_s):
                 await self.loaded
         except TimeoutError:
             self.condemn()
             raise errors.LoadFailed(
-                f"{plan.label}: not ready after {plan.startup_timeout_s:g} s (startup_timeout_s); "
+                f"{plan.label}: not ready after {timeout_s:g} s (startup_timeout_s); "
                 f"the log ends: {self._log_tail}"
             ) from None
 
@@ -463,7 +483,7 @@ class Worker(asyncio.BufferedProtocol):
             self._pool.worked_s += read_at - self.began_at
             self.began_at = read_at
             # It takes what has arrived, up to a batch.
-            self.running = min(self._plan.batch_size, sum(self.held))
+            self.running = min(self._plan.run.batch_size, sum(self.held))
         self.busy_since = read_at
         if not self.flight:
             self.is_alone = self.is_reserved = False
@@ -515,7 +535,7 @@ class Worker(asyncio.BufferedProtocol):
         return (
             self._aside is not None
             and not self.flight
-            and worked - max(self._aside_since, self.busy_since) > self._plan.response_timeout_s
+            and worked - max(self._aside_since, self.busy_since) > self._plan.run.response_timeout_s
         )
 
     def _give_way(self) -> None:
@@ -567,8 +587,8 @@ class Worker(asyncio.BufferedProtocol):
         it has just done some; one of explanations, which are long.
         """
         if kind == EXPLAIN:
-            return self._plan.batch_size - self.held[kind]
-        most = 2 * self._plan.batch_size
+            return self._plan.run.batch_size - self.held[kind]
+        most = 2 * self._plan.run.batch_size
         job_s = self._pool.own_job_s
         if job_s and monotonic() - self._replied_at < AHEAD_S:
             most = max(most, min(int(AHEAD_S / job_s), MOST_AHEAD))

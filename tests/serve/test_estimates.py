@@ -17,6 +17,7 @@ from modelyard.serve.dataplane.pool import Pool, ReplicaSlot, begins_in_s
 from modelyard.serve.dataplane.worker import Worker, WorkerPlan, WorkerPolicy
 from modelyard.serve.errors import BadRequest
 from modelyard.serve.front.begin import parse_timeout, read_terms
+from tests.serve.test_batcher import RUN
 
 
 @pytest.mark.parametrize(
@@ -55,7 +56,7 @@ class Slots:
 
     def __init__(self, workers: int) -> None:
         metrics = VersionMetrics(Metrics(), "m", "1")
-        plan = WorkerPlan("m 1", {}, Path("unused"), 1, 8, 60, 60, True, 1 << 20)
+        plan = WorkerPlan("m 1", {}, Path("unused"), RUN, 1 << 20)
         self.pool = Pool(plan, metrics, WorkerPolicy())
         for number in range(workers):
             slot = ReplicaSlot(number, worker=Worker(self.pool, number, number))

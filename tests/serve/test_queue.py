@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from time import monotonic
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from modelyard.serve.dataplane.call import HIGH, LOW, NORMAL, PREDICT, Call, Rep
 from modelyard.serve.dataplane.metrics import Metrics, VersionMetrics
 from modelyard.serve.dataplane.queue import HURRIED_S, SHARES, Classes, Line
 from modelyard.serve.errors import DeadlinePassed, QueueFull, TooLate
+from tests.serve.test_batcher import RUN
 
 
 class Sink:
@@ -230,10 +232,10 @@ class Engine:
         return (queued + 1) * self.cost_s
 
 
-def batcher(engine: Engine, **options: object) -> Batcher:
+def batcher(engine: Engine, **options: Any) -> Batcher:
     kind = VersionMetrics(Metrics(), "m", "1").kinds[PREDICT]
-    chosen = {"batch_size": 8, "delay_s": 0.0, "queue_size": 100, **options}
-    return Batcher(engine, PREDICT, kind, **chosen)  # type: ignore[arg-type]
+    own = {name: options.pop(name) for name in ("call_bytes", "shares") if name in options}
+    return Batcher(engine, PREDICT, kind, replace(RUN, **options), **own)
 
 
 def waiting(priority: int, timeout_s: float = 60, rows: int = 1, **more: bool) -> Call:
@@ -328,7 +330,7 @@ def test_what_is_late_or_left_goes_from_every_class() -> None:
 def test_a_batch_delay_counts_for_every_class() -> None:
     def scenario() -> None:
         engine = Engine()
-        found = batcher(engine, delay_s=10.0, batch_size=3)
+        found = batcher(engine, batch_delay_ms=10_000, batch_size=3)
         engine.replica.free = 8
         for count, priority in enumerate((LOW, HIGH), 1):
             found.submit(waiting(priority))
