@@ -122,23 +122,14 @@ async def _serve(settings: Settings, state: StateDir, report: Report, create: Cr
         report({"event": "ready", **about, "warnings": warnings})
         server.lifecycle.prepare_explainers()
         memory = Memory()
-        edits = _watch_edits(server, settings)
+        edits = asyncio.create_task(Reloader(server.lifecycle, settings.reload).run())
         await stop.first.wait()
-        if edits is not None:
-            edits.cancel()
+        edits.cancel()
         memory.stop()
         await _drain(server, settings, stop.second, closing)
     finally:
         await _end(server, state, closing)
         await orphans.stop()
-
-
-def _watch_edits(server: Server, settings: Settings) -> asyncio.Task[None] | None:
-    """Start to serve an author's edits, where folders of theirs are named."""
-    if not settings.reload:
-        return None
-    logger.info("edits of %s are served", ", ".join(map(str, settings.reload)))
-    return asyncio.create_task(Reloader(server.lifecycle, settings.reload).run())
 
 
 async def _load(server: Server, stop: StopSignals, report: Report) -> list[str]:

@@ -77,10 +77,6 @@ class Asked(Protocol):
         """Return whether nobody waits for the answer any more."""
 
 
-def _as_it_is(error: Exception, path: list[str]) -> Exception:
-    return error
-
-
 def let_everybody(right: str, headers: Headers) -> None:
     """Check nothing."""
 
@@ -100,7 +96,7 @@ class Front:
         registry: Registry,
         metrics: Metrics,
         state: ServerState,
-        rephrase: Callable[[Exception, list[str]], Exception] = _as_it_is,
+        rephrase: Callable[[Exception, list[str]], Exception] = lambda error, path: error,
         tracing: Tracing | None = None,
         check_right: CheckRight = let_everybody,
     ) -> None:

@@ -112,10 +112,6 @@ class TokenCheck:
         )
 
 
-def open_to_all(path: str, headers: Headers) -> None:
-    """Check nothing."""
-
-
 def error_answer(error: Exception, id: str) -> Answer:
     """Return status, headers and JSON body for an error."""
     status, _ = errors.http_status(error)
