@@ -11,8 +11,7 @@ from fastapi import APIRouter
 from modelyard.serve.api.description import DOCUMENT, described_calls
 from modelyard.serve.api.docs import DOCS_PATHS, add_docs
 from modelyard.serve.api.inference import Calls, right_of
-from modelyard.serve.api.management import management_routes
-from modelyard.serve.api.metrics import metrics_routes
+from modelyard.serve.api.management import management_routes, metrics_routes
 from modelyard.serve.api.oip import OPEN_PATHS, health_routes, kserve_routes, oip_routes
 from modelyard.serve.api.routes import Routes
 from modelyard.serve.api.schemas import model_docs_routes

@@ -19,7 +19,7 @@ from rich.markup import escape
 from modelyard.archiver.errors import ArchiveError
 from modelyard.base.terminal import err, out
 from modelyard.serve.errors import ServeError, StartError, WrongUsage, exit_code
-from modelyard.serve.tools.handle import serve
+from modelyard.serve.tools.handle import serve, start_detached
 
 if TYPE_CHECKING:
     from modelyard.serve.control.state import StateDir
@@ -42,7 +42,7 @@ UrlOption = Annotated[
 TokenOption = Annotated[
     str | None,
     typer.Option(
-        envvar="MODELYARD_TOKEN", help="For --url; in the state folder the token is found."
+        envvar="MODELYARD_TOKEN", help="Token for --url; in the state folder it is found."
     ),
 ]
 CaOption = Annotated[
@@ -154,7 +154,6 @@ def start(
     """
     from modelyard.serve.control.state import StateDir
     from modelyard.serve.settings import load_settings, unknown_variables
-    from modelyard.serve.start import start_detached
 
     named = [name for option in models or [] for name in option.split(",") if name]
     given["models"] = (*named, *(more_models or ())) or None

@@ -6,7 +6,7 @@ from urllib.parse import parse_qsl
 
 from modelyard.plugins.torchserve import openapi
 from modelyard.plugins.torchserve.dialect import Dialect, segments
-from modelyard.serve.api.metrics import CONTENT_TYPE
+from modelyard.serve.api.management import CONTENT_TYPE
 from modelyard.serve.dataplane.metrics import Metrics
 from modelyard.serve.errors import NoSuchRoute
 from modelyard.serve.front.begin import let_everybody

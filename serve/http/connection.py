@@ -370,30 +370,29 @@ class RequestResponseCycle:
     def _send_head(self, status: int, headers: Headers) -> None:
         if self.is_started:
             raise RuntimeError("a second head")
-        lines = [STATUS_LINES[status]]
-        is_closing = False
+        own: Headers = []
         for name, value in headers:
             if _BAD_NAME.search(name) or _BAD_VALUE.search(value):
                 raise RuntimeError(f"the header {name!r}: {value!r} is not HTTP")
             name = name.lower()
+            if name == b"connection" and b"close" in value.lower():
+                self.keeps_alive = False
+                continue
             if name == b"content-length" and self._is_answer_chunked is None:
                 self._missing = int(value)
                 self._is_answer_chunked = False
             elif name == b"transfer-encoding" and value.lower() == b"chunked":
                 self._is_answer_chunked = True
-            elif name == b"connection" and b"close" in value.lower():
-                is_closing, self.keeps_alive = True, False
-            lines += (name, b": ", value, b"\r\n")
+            own.append((name, value))
         self.is_started = True
-        if not self.keeps_alive and not is_closing:
-            lines.append(b"connection: close\r\n")
         if self.method == "HEAD" or status in (204, 304):
             self._missing, self._is_answer_chunked = 0, self._is_answer_chunked or False
         elif self._is_answer_chunked is None:
             self._is_answer_chunked = True
-            lines.append(b"transfer-encoding: chunked\r\n")
-        lines.append(b"\r\n")
-        self._write(b"".join(lines))
+            own.append((b"transfer-encoding", b"chunked"))
+        head = write_head(status, own, self.keeps_alive)
+        assert head is not None, "every header has been looked at"
+        self._write(head)
         self.status = status
 
     def _send_part(self, body: Payload, is_more: bool) -> None:
