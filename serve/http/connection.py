@@ -698,15 +698,8 @@ class Connection(asyncio.Protocol):
         self._check_head(version, method, fields)
         raw_path, query = self._split_target()
         path = raw_path.decode()
-        cycle = RequestResponseCycle(
-            self,
-            method,
-            unquote(path) if "%" in path else path,
-            raw_path,
-            query,
-            headers,
-            self._spelled,
-        )
+        decoded = unquote(path) if "%" in path else path
+        cycle = RequestResponseCycle(self, method, decoded, raw_path, query, headers, self._spelled)
         if version == "1.0" or not parser.should_keep_alive():
             cycle.keeps_alive = False
         if b"transfer-encoding" in fields:

@@ -12,7 +12,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from modelyard.handlers.context import Context, Headers
+from modelyard.handlers.context import Headers
 from modelyard.handlers.errors import HandlerError
 from modelyard.handlers.steps import Part
 from modelyard.serve.dataplane import wire
@@ -40,12 +40,6 @@ class _Job:
     """Whether its client has a chunk already."""
     tensors: TensorJob | None = None
     """What a request of tensors is answered with."""
-
-
-def _read_tensors(body: bytes | bytearray, headers: Headers, context: Context) -> TensorJob:
-    from modelyard.handlers.infer import TensorJob  # which few workers need
-
-    return TensorJob(body, headers, context)
 
 
 def run(reader: loop.Reader, service: Service) -> None:
@@ -110,7 +104,8 @@ class Stepping:
                 self._alone.discard(item.id)
                 self._end(frame, _Job(item, Request(item), wire.now_us()), UNREAD)
             elif kind & ~wire.ALONE:
-                self._answer_at_once(frame, item)
+                job = _Job(item, Request(item), wire.now_us())  # of no prediction
+                self._end(frame, job, loop.answer_batch(self._service, [item])[0])
             else:
                 self._join(frame, item)
 
@@ -119,12 +114,6 @@ class Stepping:
         """Whether what runs is to have no company."""
         (job, *others) = self._running.values()
         return not others and (bool(job.item.flags & wire.ALONE) or job.item.id in self._alone)
-
-    def _answer_at_once(self, frame: wire.Frame, item: wire.Item) -> None:
-        """Answer an explanation, or a request for a description."""
-        job = _Job(item, Request(item), wire.now_us())
-        (answer,) = loop.answer_batch(self._service, [item])
-        self._end(frame, job, answer)
 
     def _join(self, frame: wire.Frame, item: wire.Item) -> None:
         rules = self._service.rules
@@ -138,7 +127,9 @@ class Stepping:
         try:
             row, headers = job.request.row, Headers(job.request.headers)
             if item.flags & wire.TENSORS:
-                job.tensors = _read_tensors(row["body"], headers, self._service.context)
+                from modelyard.handlers.infer import TensorJob  # which few workers need
+
+                job.tensors = TensorJob(row["body"], headers, self._service.context)
                 row, headers = job.tensors.row, Headers({"accept": EVENTS})
             self._steps.join(item.id, row, headers)
         except BaseException as error:
