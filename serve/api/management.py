@@ -140,7 +140,7 @@ def _status(text: str) -> dict[str, str]:
 
 def describe_model(model: ModelVersion, is_default: bool) -> dict[str, Any]:
     """Return a model version as the management API describes it (TorchServe's fields, and ours)."""
-    kept = model.kept
+    answers = model.answers
     return {
         **describe_settings(model, model.file),
         "clientTimeoutInMills": int(model.config.request_timeout_s * 1000),
@@ -160,7 +160,7 @@ def describe_model(model: ModelVersion, is_default: bool) -> dict[str, Any]:
                 for name, rows in zip(CLASSES, model.batchers[PREDICT].queued_by_class, strict=True)
             },
         },
-        **({} if kept is None else {"cacheStatus": kept.describe()}),
+        **({} if answers is None else {"cacheStatus": answers.describe()}),
     }
 
 

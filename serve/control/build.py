@@ -186,7 +186,7 @@ class Builder:
             for kind in (PREDICT, EXPLAIN)
         )
         is_ours = manifest.modelyard is not None and handler in OUR_HANDLERS
-        kept = None
+        answers = None
         if config.keeps_answers:
             if handler == STEPS:
                 raise BadModelConfig(
@@ -194,7 +194,7 @@ class Builder:
                     "answers; expected a model that answers the same request with the same"
                 )
             ignored = [name.encode() for name in config.ignored_headers]
-            kept = VersionAnswers(self._answers, is_ours, ignored)
+            answers = VersionAnswers(self._answers, is_ours, ignored)
         if explainers is None:
             pool.feed((predictions, explanations))
         else:
@@ -216,7 +216,7 @@ class Builder:
             batchers=(predictions, explanations),
             metrics=metrics,
             takes_our_options=is_ours,
-            kept=kept,
+            answers=answers,
             at_start=spec.at_start,
             is_saved=spec.is_saved,
             is_downloaded=is_fetched,
@@ -304,8 +304,8 @@ def expose(model: ModelVersion) -> None:
     """Have a version's workers and its requests counted at each scrape."""
     pool = model.pool
     model.metrics.watch_workers(lambda: pool.ready_count, lambda: pool.busy_s)
-    if model.kept is not None:
-        model.metrics.watch_cache(model.kept)
+    if model.answers is not None:
+        model.metrics.watch_cache(model.answers)
     predictions, explanations = model.batchers
     _watch(model.metrics, predictions, pool, PREDICT)
     _watch(model.metrics, explanations, model.explainers or pool, EXPLAIN)

@@ -330,8 +330,8 @@ class Lifecycle:
     async def _end(
         self, model: ModelVersion, drain_timeout_s: float, forgets_metrics: bool = True
     ) -> None:
-        if model.kept is not None:
-            model.kept.close()
+        if model.answers is not None:
+            model.answers.close()
         pools = pools_of(model)
         self._unlisted.update(pools)
         try:

@@ -231,12 +231,12 @@ class VersionMetrics:
         """Expose why nobody has proven what runs here."""
         self._metrics["model_unproven"].count(*self._labels, reason).value = 1
 
-    def watch_cache(self, kept: VersionAnswers) -> None:
+    def watch_cache(self, answers: VersionAnswers) -> None:
         """Read what came of looking for answers that are kept, at each scrape."""
         metrics, labels = self._metrics, self._labels
-        metrics["cache_bytes"].watch(lambda: kept.held, *labels)
-        metrics["cache_evictions"].watch(lambda: kept.evictions, *labels)
-        for kind, counts in zip(KINDS, kept.outcomes, strict=True):
+        metrics["cache_bytes"].watch(lambda: answers.held, *labels)
+        metrics["cache_evictions"].watch(lambda: answers.evictions, *labels)
+        for kind, counts in zip(KINDS, answers.outcomes, strict=True):
             for outcome in counts:
                 read = partial(counts.__getitem__, outcome)
                 metrics["cache_lookups"].watch(read, *labels, kind, outcome)

@@ -151,7 +151,7 @@ class Front:
             timeout_s = min(timeout_s, model.config.request_timeout_s)
             if expect is not None:
                 expect(timeout_s)
-            if target.kind == PREDICT and model.kept is None:
+            if target.kind == PREDICT and model.answers is None:
                 # Before there is a call, or a body: a refusal is to cost little.
                 model.batchers[PREDICT].check(
                     timeout_s, must_fit, monotonic(), waited_s, priority=priority
@@ -168,8 +168,8 @@ class Front:
             model, target.kind, reply.head(), reply, timeout_s - waited_s, asked.is_left,
             target.flags, must_fit, trace, priority,
         )  # fmt: skip
-        if model.kept is not None:  # whose answer is there needs no place in a queue
-            call.lookup = model.kept.lookup(asked.headers)
+        if model.answers is not None:  # whose answer is there needs no place in a queue
+            call.lookup = model.answers.lookup(asked.headers)
         return call
 
     def check_high(self, headers: Headers) -> None:
