@@ -51,6 +51,32 @@ def _form(pattern: str, expected: str) -> AfterValidator:
     return AfterValidator(check)
 
 
+def _lines(value: Any) -> Any:
+    """Take lines where a list is expected; a semicolon ends one, too."""
+    return value.replace(";", "\n").splitlines() if isinstance(value, str) else value
+
+
+def _yaml(value: Any) -> Any:
+    """Take YAML where a mapping is expected, as in the environment."""
+    try:
+        return parse_yaml(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise ValueError(f"not valid YAML: {error}") from error
+
+
+def _users(value: str) -> str:
+    first, _, last = value.partition("-")
+    if value and not 0 < int(first) <= int(last):
+        raise ValueError(f"expected {UIDS}")
+    return value
+
+
+def _folder(path: Path) -> Path:
+    if not path.is_dir():
+        raise ValueError(f"there is no folder {path}")
+    return path
+
+
 Split = BeforeValidator(_split)
 Place = Annotated[Path, AfterValidator(lambda path: path.expanduser().absolute())]
 Places = Annotated[tuple[Place, ...], Split]
@@ -190,7 +216,7 @@ class Settings(BaseModel):
     auth: Literal["auto", "always", "management", "never"] = "auto"
     """Bearer tokens. auto: management always, inference unless the address is loopback, or tokens
     that stay are named; management: that API only, behind a gateway that lets clients in."""
-    tokens: tuple[str, ...] = ()
+    tokens: Annotated[tuple[str, ...], BeforeValidator(_lines)] = ()
     """Tokens that stay: NAME RIGHTS sha256:HASH, as `modelyard token new` prints them."""
     token_file: Place | None = None
     """File of such lines; it is read again when it changes."""
@@ -283,19 +309,15 @@ class Settings(BaseModel):
     """Files and folders that workers may read and write too."""
     pass_variables: Words = ()
     """Names, and patterns of names, of more environment variables that workers get."""
-    worker_uids: Annotated[str, _form(r"(\d{1,10}-\d{1,10})?", UIDS)] = "60706-61183"
+    worker_uids: Annotated[str, _form(r"(\d{1,10}-\d{1,10})?", UIDS), AfterValidator(_users)] = (
+        "60706-61183"
+    )
     """Users of workers, one per model version, where the server is root; empty keeps root."""
-    reload: Places = ()
+    reload: Annotated[tuple[Annotated[Place, AfterValidator(_folder)], ...], Split] = ()
     """Folders whose files stand for those of the same names in archives, as soon as they change."""
-    model_settings: dict[str, dict[str, Any]] = {}
+    model_settings: Annotated[dict[str, dict[str, Any]], BeforeValidator(_yaml)] = {}
     """Model name → keys of model-config.yaml that go before the archive's own. Handlers do not see
     them."""
-
-    @field_validator("tokens", mode="before")
-    @classmethod
-    def _lines(cls, value: Any) -> Any:
-        """Take lines where a list is expected; a semicolon ends one, too."""
-        return value.replace(";", "\n").splitlines() if isinstance(value, str) else value
 
     @field_validator("management_port", "metrics_port", "grpc_port")
     @classmethod
@@ -306,30 +328,6 @@ class Settings(BaseModel):
                     f"{value} is {other}, too; each API needs a port of its own, and 0 lets the "
                     "system choose"
                 )
-        return value
-
-    @field_validator("model_settings", mode="before")
-    @classmethod
-    def _parse(cls, value: Any) -> Any:
-        """Take YAML where a mapping is expected, as in the environment."""
-        try:
-            return parse_yaml(value) if isinstance(value, str) else value
-        except ValueError as error:
-            raise ValueError(f"not valid YAML: {error}") from error
-
-    @field_validator("worker_uids")
-    @classmethod
-    def _is_range(cls, value: str) -> str:
-        first, _, last = value.partition("-")
-        if value and not 0 < int(first) <= int(last):
-            raise ValueError(f"expected {UIDS}")
-        return value
-
-    @field_validator("reload")
-    @classmethod
-    def _are_folders(cls, value: tuple[Path, ...]) -> tuple[Path, ...]:
-        if missing := [path for path in value if not path.is_dir()]:
-            raise ValueError(f"there is no folder {missing[0]}")
         return value
 
     @field_validator(*dict.fromkeys(name for name, _, _ in CONFLICTS))

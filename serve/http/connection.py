@@ -15,7 +15,6 @@ import socket
 import sys
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from http import HTTPStatus
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -148,18 +147,6 @@ class Accepts(Protocol):
         """Return the last answer on a connection, to what is not a request, or to its body."""
 
 
-@dataclass(frozen=True)
-class Limits:
-    """What one client may ask of a listener; the defaults are those of `Settings`."""
-
-    header_bytes: int = 65536
-    head_timeout_s: float = 10
-    transfer_timeout_s: float = 20
-    keep_alive_s: float = 75
-    connections: int = 4096
-    body_bytes: int = 6_553_500
-
-
 IDLE, HEAD, BODY, ENDING = range(4)
 """What a connection reads: nothing, a request's head, its body; or it only waits for its end."""
 
@@ -290,8 +277,8 @@ class RequestResponseCycle:
         self.received += len(body)
         if self.is_complete or self.has_left:
             return
-        if self.received > self.connection.limits.body_bytes:
-            raise errors.BodyTooLarge(self.connection.limits.body_bytes)
+        if self.received > self.connection.settings.max_request_bytes:
+            raise errors.BodyTooLarge(self.connection.settings.max_request_bytes)
         self.parts.append(body)
         if self.received > UNCOUNTED_BYTES:
             self._count_body(self.received)
@@ -509,7 +496,7 @@ class Connection(asyncio.Protocol):
         self._listener = listener
         self._socket = accepted
         self.app, self.access, self.turns = listener.app, listener.access, listener.turns
-        self.limits, self.budget = listener.limits, listener.budget
+        self.settings, self.budget = listener.settings, listener.budget
         self._site = listener.site
         self.loop = asyncio.get_running_loop()
         self._time = self.loop.time
@@ -626,7 +613,7 @@ class Connection(asyncio.Protocol):
             return
         if self.phase == HEAD:
             self.head_bytes += len(data)
-            if self.head_bytes > self.limits.header_bytes:
+            if self.head_bytes > self.settings.max_header_bytes:
                 self._refuse_head()
         elif reading is not None and reading is self.reading and reading.is_chunked:
             reading.framing += len(data) - (reading.received - received)
@@ -642,7 +629,9 @@ class Connection(asyncio.Protocol):
         if len(self.url) > TARGET_BYTES:
             self.refuse(errors.TargetTooLong(TARGET_BYTES))
         else:
-            self.refuse(errors.HeadTooLarge(f"{self.limits.header_bytes} bytes (max_header_bytes)"))
+            self.refuse(
+                errors.HeadTooLarge(f"{self.settings.max_header_bytes} bytes (max_header_bytes)")
+            )
 
     def _stay(self, rest: bytes | memoryview) -> None:
         """Go on with HTTP/1.1 where a client offers to change the protocol, as RFC 9110 allows.
@@ -719,7 +708,7 @@ class Connection(asyncio.Protocol):
         else:
             self._queue.append(cycle)
             self.pause_reading()
-        limit = self.limits.body_bytes
+        limit = self.settings.max_request_bytes
         cycle.length = int(fields.get(b"content-length", 0))
         if cycle.length > limit:
             raise errors.BodyTooLarge(limit)
@@ -762,8 +751,10 @@ class Connection(asyncio.Protocol):
             raise errors.TargetTooLong(TARGET_BYTES)
         if self.head_bytes:  # it came in several pieces
             size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in headers)
-            if size > self.limits.header_bytes:
-                raise errors.HeadTooLarge(f"{self.limits.header_bytes} bytes (max_header_bytes)")
+            if size > self.settings.max_header_bytes:
+                raise errors.HeadTooLarge(
+                    f"{self.settings.max_header_bytes} bytes (max_header_bytes)"
+                )
 
     def _split_target(self) -> tuple[bytes, bytes]:
         """Return path, not decoded, and query of the target.
@@ -886,7 +877,7 @@ class Connection(asyncio.Protocol):
 
     def check(self, now: float) -> None:
         """Close what its client has left alone, or feeds or empties too slowly."""
-        limits, transport = self.limits, self.transport
+        settings, transport = self.settings, self.transport
         if left := transport.get_write_buffer_size():
             if self._is_slow("answer", now, self.written - left):
                 logger.warning("%s: takes its answer too slowly", self.client or "a client")
@@ -898,22 +889,22 @@ class Connection(asyncio.Protocol):
             self.since = now
             self._pace.stop()
         elif self.phase == BODY and (reading := self.reading) is not None:
-            if reading.is_complete and now - self.since > limits.transfer_timeout_s:
+            if reading.is_complete and now - self.since > settings.transfer_timeout_s:
                 transport.abort()  # it still sends what was answered long ago
             elif self._is_slow(reading, now, reading.received):
-                self.refuse(errors.RequestTooSlow("body", MIN_RATE, limits.transfer_timeout_s))
+                self.refuse(errors.RequestTooSlow("body", MIN_RATE, settings.transfer_timeout_s))
         elif self.phase == HEAD:
-            if now - self.since > limits.head_timeout_s:
-                self.refuse(errors.RequestTooSlow("head", 0, limits.head_timeout_s))
+            if now - self.since > settings.head_timeout_s:
+                self.refuse(errors.RequestTooSlow("head", 0, settings.head_timeout_s))
         elif self.phase == ENDING:
             if not self.is_busy and now - self.since > LINGER_S:
                 transport.abort()
-        elif not self.is_busy and now - self.since > limits.keep_alive_s:
+        elif not self.is_busy and now - self.since > settings.keep_alive_s:
             transport.close()
 
     def _is_slow(self, what: object, now: float, progress: int) -> bool:
         is_short = what == "answer" and bool(self._unread) and self.budget.is_short
-        return self._pace.is_slow(what, now, progress, self.limits.transfer_timeout_s, is_short)
+        return self._pace.is_slow(what, now, progress, self.settings.transfer_timeout_s, is_short)
 
     # -- back-pressure ---------------------------------------------------------------------------
 

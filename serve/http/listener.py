@@ -23,11 +23,11 @@ import psutil
 
 from modelyard.serve.dataplane.budget import AnswerBudget
 from modelyard.serve.errors import StartError
-from modelyard.serve.http.connection import HAS_PARSER, Accepts, Access, Connection, Limits
+from modelyard.serve.http.connection import HAS_PARSER, Accepts, Access, Connection
 from modelyard.serve.http.site import SiteCheck
 from modelyard.serve.http.tls import TlsContext
 from modelyard.serve.http.turns import Turns
-from modelyard.serve.settings import Address
+from modelyard.serve.settings import Address, Settings
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class Listener:
     Args:
         app: the application that answers.
         address: where to listen.
-        limits: limits of its connections.
+        settings: settings of the server; None takes those of every default.
         tls: returns certificate and key for the next client, of an address that asks for TLS.
         access: called with each answer, for an access log.
         site: site whose requests are refused; None decides by the address.
@@ -97,7 +97,7 @@ class Listener:
         self,
         app: Accepts,
         address: Address,
-        limits: Limits = Limits(),  # noqa: B008 - frozen
+        settings: Settings | None = None,
         tls: Tls | None = None,
         access: Access | None = None,
         site: SiteCheck | None = None,
@@ -116,7 +116,7 @@ class Listener:
         else:
             self._socket, self.address = listening, address
         self.app = app
-        self.limits = limits
+        self.settings = settings or Settings()
         self._tls = tls if address.is_tls else None
         self.access = access
         self.site = site or SiteCheck(self.address)
@@ -124,7 +124,7 @@ class Listener:
         self._spares_descriptors = spares_descriptors
         self.connections: set[Connection] = set()
         self._opening: set[asyncio.Task[None]] = set()
-        self._room = limits.connections
+        self._room = self.settings.max_connections
         """Connections that there may be: fewer than the limit once descriptors run short."""
         self._look_again_at = 0.0
         self._is_accepting = False
@@ -148,7 +148,7 @@ class Listener:
         for connection in tuple(self.connections):
             connection.check(now)
         if self._count < self._room // 2:
-            self._room = self.limits.connections
+            self._room = self.settings.max_connections
         self.resume()
         self._sweeper = self._loop.call_later(SWEEP_S, self._sweep)
 
@@ -216,7 +216,7 @@ class Listener:
         task.add_done_callback(self._opening.discard)
 
     async def _adopt(self, accepted: socket.socket) -> None:
-        timeout_s = self.limits.head_timeout_s if self._tls else None
+        timeout_s = self.settings.head_timeout_s if self._tls else None
         try:
             await self._loop.connect_accepted_socket(
                 partial(Connection, self, accepted),
