@@ -28,7 +28,7 @@ from modelyard.handlers.ranges import mark_ranges
 from modelyard.serve.dataplane import wire
 from modelyard.serve.walls.kernel import PR_SET_CHILD_SUBREAPER, prctl
 from modelyard.serve.walls.raising import Walls, raise_walls
-from modelyard.serve.worker import check, load, loop, steps
+from modelyard.serve.worker import load, loop, steps
 from modelyard.serve.worker.codec import MOST_SAID, is_out_of_memory
 from modelyard.serve.worker.dialect import find_dialect
 from modelyard.serve.worker.golden import check_golden, replay_golden
@@ -142,6 +142,8 @@ def check_archive(exchange: Path) -> int:
     task = json.loads((exchange / "task.json").read_bytes())
     folder = Path(task["load"]["folder"])
     try:
+        from modelyard.serve.worker import check  # and numpy, which a worker may do without
+
         find_dialect()
         _enter(folder)
         result = check.run(task)
