@@ -17,9 +17,8 @@ from itertools import islice
 from time import monotonic
 
 from modelyard.serve.dataplane.call import NORMAL, Call
-from modelyard.serve.dataplane.exposition import Histogram
 from modelyard.serve.dataplane.lengths import NEIGHBOURS, choose_alike
-from modelyard.serve.dataplane.metrics import KindMetrics
+from modelyard.serve.dataplane.metrics import Histogram, KindMetrics
 from modelyard.serve.dataplane.queue import SHARES, Admission, Classes, Engine, Line, Replica
 from modelyard.serve.dataplane.worker import RunConfig
 from modelyard.serve.errors import DeadlinePassed, QueueFull, TooLate, Unavailable

@@ -234,7 +234,7 @@ def test_a_wall_clock_that_jumps_by_days_changes_nothing(
 WALL_CLOCK = {
     "serve/control/registry.py": "when a version was registered, as it is shown",
     "serve/dataplane/worker.py": "when a worker was started, as it is shown",
-    "serve/dataplane/exposition.py": "exemplars are dated",
+    "serve/dataplane/metrics.py": "exemplars are dated",
     "serve/dataplane/tracing.py": "spans are dated by the calendar",
     "serve/server.py": "when the server was started, as it is shown",
     "serve/http/access.py": "the time of a line",

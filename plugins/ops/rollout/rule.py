@@ -23,7 +23,7 @@ from typing import Any
 
 from modelyard.plugins.ops.rollout.answers import Comparison, Verdict
 from modelyard.plugins.ops.rollout.bounds import Bound, excess, lower, share, upper
-from modelyard.serve.dataplane.exposition import Histogram
+from modelyard.serve.dataplane.metrics import Histogram
 from modelyard.serve.errors import BadRequest
 
 LATENCY_BOUNDS = tuple(0.0001 * 1.1**step for step in range(146))

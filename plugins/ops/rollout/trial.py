@@ -30,7 +30,7 @@ from modelyard.plugins.ops.rollout.shadow import Copy, Shadow
 from modelyard.plugins.ops.rollout.watch import Watch
 from modelyard.serve.control.registry import ModelVersion
 from modelyard.serve.dataplane.call import PREDICT, Call, Reply
-from modelyard.serve.dataplane.exposition import Histogram
+from modelyard.serve.dataplane.metrics import Histogram
 from modelyard.serve.dataplane.wire import Buffer
 from modelyard.serve.errors import WorkerDied
 
