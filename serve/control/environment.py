@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import importlib.metadata
 import logging
 import shutil
 import subprocess
@@ -20,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from modelyard.archiver import Archive
+from modelyard.archiver.proven import installed_version
 from modelyard.archiver.requirements import parse_pin
 from modelyard.archiver.source_checks import our_modules
 from modelyard.archiver.untrusted.names import LOCK_NAME, WHEELS_FOLDER
@@ -54,7 +54,8 @@ def interpreter_for(archive: Archive, folder: Path, environments: Path, is_allow
         if not file or not is_allowed:
             return sys.executable
         return _environment(name, environments, archive.read(file), ["-r", str(folder / file)])
-    missing = [pin for pin in map(parse_pin, seal.requirements) if not _is_there(*pin.release)]
+    pins_of = map(parse_pin, seal.requirements)
+    missing = [pin for pin in pins_of if installed_version(pin.name) != pin.version]
     if not missing:
         return sys.executable
     if not is_allowed:
@@ -68,13 +69,6 @@ def interpreter_for(archive: Archive, folder: Path, environments: Path, is_allow
         arguments += ["--no-index", "--find-links", str(wheels)]
     arguments += ["-r", str(folder / LOCK_NAME)]
     return _environment(name, environments, archive.read(LOCK_NAME), arguments)
-
-
-def _is_there(name: str, version: str) -> bool:
-    try:
-        return importlib.metadata.version(name) == version
-    except importlib.metadata.PackageNotFoundError:
-        return False
 
 
 def _environment(

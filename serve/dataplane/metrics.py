@@ -9,7 +9,6 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -21,6 +20,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar
 from prometheus_client.utils import floatToGoString
 
+from modelyard.archiver.proven import installed_version
 from modelyard.serve.dataplane.call import CLASSES
 from modelyard.serve.dataplane.exposition import HandlerMetrics, read_records
 
@@ -237,7 +237,11 @@ class Metrics:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # a time stamp beside every series, which nobody reads
         registry = self.registry = CollectorRegistry()
         self._families = {about[1]: Family(registry, *about) for about in METRICS}
-        build = (_installed("modelyard"), platform.python_version(), _installed("torch"))
+        build = (
+            installed_version("modelyard"),
+            platform.python_version(),
+            installed_version("torch"),
+        )
         self["build_info"].count(*build).inc()
         ProcessCollector(registry=registry)
 
@@ -263,14 +267,6 @@ class Metrics:
         registry: Collector = self.registry.restricted_registry(names) if names else self.registry
         generate = generate_open if is_open else generate_latest
         return recorded + generate(registry).decode()
-
-
-def _installed(package: str) -> str:
-    """Return the version of a package, which need not be imported; empty where there is none."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
 
 
 class VersionMetrics:
