@@ -191,7 +191,7 @@ def _start_parameters() -> Iterator[inspect.Parameter]:
         if name not in own:
             kinds = {"Path": Path, "int": int, "float": float, "bool": bool, "str": str}
             kind = next(kinds[each] for each in kinds if each in parameter.annotation)
-            flag, text = f"--{name.replace('_', '-')}", " ".join(texts[name].split())
+            flag, text = f"--{name.replace('_', '-')}", " ".join(texts.get(name, "").split())
             option = typer.Option(None, flag, help=text[:1].upper() + text[1:])
             yield parameter.replace(
                 kind=parameter.KEYWORD_ONLY, annotation=kind | None, default=option
