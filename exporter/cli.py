@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from modelyard.base.terminal import format_bytes, out, plain_table, step_bar
+from modelyard.base.terminal import (
+    described_arguments,
+    format_bytes,
+    out,
+    plain_table,
+    step_bar,
+)
 from modelyard.base.threads import thread_environment
 from modelyard.exporter.errors import (
     ExportError,
@@ -18,7 +24,7 @@ from modelyard.exporter.errors import (
     UsageError,
     reason,
 )
-from modelyard.exporter.request import FLAGS, described_arguments, export
+from modelyard.exporter.request import FLAGS, export
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -30,7 +36,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 _PARTIAL = 3
 
 
-_SAID = described_arguments()
+_SAID = described_arguments(export)
 
 
 def _option(field: str, *names: str, metavar: str | None = None, more: str = "") -> Any:
