@@ -15,11 +15,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from modelyard.archiver.digest import Digest
 from modelyard.archiver.errors import ArchiveError, BadManifest, RefusedArchive
-from modelyard.archiver.manifest import MAX_MANIFEST_BYTES, Manifest, Seal, parse_manifest
+from modelyard.archiver.manifest import (
+    FILES,
+    KEYS,
+    MAX_MANIFEST_BYTES,
+    Manifest,
+    Seal,
+    parse_manifest,
+)
 from modelyard.archiver.untrusted.container import (
     Damaged,
     Member,
@@ -141,12 +147,7 @@ class Archive:
     def __enter__(self) -> "Archive":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def _unpack_one(self, name: str, staging: Path) -> None:
@@ -341,13 +342,8 @@ def _seal_problems(manifest: Manifest, seal: Seal, reader: Reader) -> list[str]:
         for name in sorted(there - listed)
     ]
     handler = (manifest.handler or "").partition(":")[0]
-    named = {
-        "serializedFile": manifest.serialized_file,
-        "handler": handler if handler.endswith(".py") else None,
-        "modelFile": manifest.model_file,
-        "requirementsFile": manifest.requirements_file,
-        "configFile": manifest.config_file,
-    }
+    named = {KEYS[field]: getattr(manifest, field) for field in FILES}
+    named["handler"] = handler if handler.endswith(".py") else None
     problems += [
         f"{MANIFEST_NAME}: model.{key}: {quoted(name)} is not in the archive"
         for key, name in named.items()

@@ -13,19 +13,24 @@ from typing import TYPE_CHECKING, Any
 
 from modelyard.archiver.collect import ArchiveRequest, Part, Plan, plan_archive
 from modelyard.archiver.digest import Digest
-from modelyard.archiver.dry_run import rehearse
-from modelyard.archiver.errors import ArchiveExists, CannotArchive
+from modelyard.archiver.errors import ArchiveExists, CannotArchive, DoesNotRun
 from modelyard.archiver.manifest import MAX_MANIFEST_BYTES, Manifest, format_manifest
-from modelyard.archiver.proven import find_other_versions
+from modelyard.archiver.proven import describe_repeated, find_other_versions
+from modelyard.archiver.replay import GoldenResult, replay
 from modelyard.archiver.report import Report, parse_report
 from modelyard.archiver.sbom import format_sbom
 from modelyard.archiver.signing import sign
 from modelyard.archiver.statement import Statement
-from modelyard.archiver.tar_writer import TarWriter
 from modelyard.archiver.untrusted.container import CHUNK_BYTES, SUFFIXES, Progress, Writer
-from modelyard.archiver.untrusted.folder import FolderWriter
-from modelyard.archiver.untrusted.names import MANIFEST_NAME, SBOM_NAME, SIGNING_NAME
-from modelyard.archiver.zip_writer import ZipWriter, shrinks
+from modelyard.archiver.untrusted.json import format_json
+from modelyard.archiver.untrusted.names import (
+    MANIFEST_NAME,
+    REFERENCE_NAME,
+    SBOM_NAME,
+    SIGNING_NAME,
+)
+from modelyard.archiver.verify import find_pair
+from modelyard.archiver.writers import FolderWriter, TarWriter, ZipWriter, shrinks
 
 if TYPE_CHECKING:
     from modelyard.archiver.signing import PrivateKey
@@ -166,17 +171,60 @@ class _Meter:
 
 
 def _rehearsed(plan: Plan, output_dir: Path, meter: _Meter) -> tuple[Plan, str]:
-    """Run the archive as a folder beside its target; return what `rehearse` gives, in the plan."""
+    """Load the archive, a folder beside its target, as a worker does, and replay the examples.
+
+    Returns:
+        The plan with what was answered to examples without an expected answer, and the reference,
+        where requests for it were given. Then what was repeated where the artifact was proven on
+        other versions: its parity with its twin too.
+
+    Raises:
+        CannotArchive: the archive does not load, or answers something else than expected; the
+            message is the worker's own.
+    """
     staging = output_dir / f".{plan.manifest.model_name}.{secrets.token_hex(8)}.tmp"
     staging.mkdir(mode=0o700)
     identities = {part.name: part.identity for part in plan.parts}
+    summary = f"cannot archive {plan.manifest.model_name}, its dry run failed"
+    moved = find_other_versions(plan.manifest, plan.read)
     try:
         files = _pack(plan, FolderWriter(staging / "archive"), meter, None)
-        answers, repeated = rehearse(plan, staging / "archive")
-        digests = {file.name: file.sha256 for file in files}
-        return plan.rehearsed(answers, digests, identities), repeated
+        outcome = replay(
+            staging / "archive",
+            plan.manifest,
+            record=plan.unanswered,
+            pair=find_pair(plan.manifest, plan.read) if moved else None,
+            reference=plan.reference,
+            doubts=True,
+        )
+    except DoesNotRun as error:
+        raise CannotArchive(summary, error.problems) from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+    problems = [_problem(plan, result) for result in outcome.golden if result.difference]
+    if outcome.parity:
+        problems += outcome.parity.differences
+    if problems:
+        raise CannotArchive(summary, problems)
+    answers = {
+        result.golden.expected: format_json({"answer": result.answer})
+        for result in outcome.golden
+        if result.golden in plan.unanswered
+    }
+    if outcome.reference:
+        answers[REFERENCE_NAME] = outcome.reference
+    golden = len(outcome.golden) - len(plan.unanswered)
+    repeated = describe_repeated(golden, outcome.parity.cases if outcome.parity else 0)
+    return plan.rehearsed(answers, {file.name: file.sha256 for file in files}, identities), repeated
+
+
+def _problem(plan: Plan, result: GoldenResult) -> str:
+    """Name the example by its file, which the author knows."""
+    (request,) = (part for part in plan.parts if part.name == result.golden.request)
+    said = f"example {request.label}: {result.difference}"
+    if "got status" in said or result.golden in plan.unanswered:
+        return said
+    return f"{said}; correct what is expected, or the labels, the preprocessing or the weights"
 
 
 def _refuse_existing(target: Path, force: bool) -> None:

@@ -193,7 +193,7 @@ class Fields:
 
     def number(self, key: str) -> float:
         """Read a required number; 0 stands for one that is wrong."""
-        return float(self._read(key, "a number", _is_number, 0.0))
+        return float(self._read(key, "a number", is_number, 0.0))
 
     def boolean(self, key: str) -> bool:
         """Read a required true or false; False stands for one that is wrong."""
@@ -247,7 +247,8 @@ def _is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Return whether a value is a number that any reader of JSON holds."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
