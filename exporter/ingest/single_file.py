@@ -41,45 +41,8 @@ _IS_ARTIFACT = (
     "`modelyard archive`"
 )
 
-# What no training run saves, and what a file made to run a command does.
-_DANGEROUS = frozenset(
-    [
-        "os",
-        "posix",
-        "nt",
-        "sys",
-        "subprocess",
-        "shutil",
-        "socket",
-        "ctypes",
-        "runpy",
-        "pty",
-        "code",
-        "importlib",
-        "webbrowser",
-        "multiprocessing",
-        "threading",
-        "asyncio",
-        "urllib",
-        "http",
-        "ftplib",
-        "marshal",
-        "types",
-        "pickle",
-        "_pickle",
-        "builtins.eval",
-        "builtins.exec",
-        "builtins.compile",
-        "builtins.open",
-        "builtins.__import__",
-        "builtins.getattr",
-        "builtins.setattr",
-        "builtins.input",
-    ]
-)
-
-
 _ALLOWED = read_table(__package__, "allowed")
+_DANGEROUS = frozenset(_ALLOWED["dangerous"])
 PROFILES: Mapping[str, frozenset[str]] = {
     name: frozenset(names) for name, names in _ALLOWED["profiles"].items()
 }
