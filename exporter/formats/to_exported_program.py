@@ -5,7 +5,7 @@ import linecache
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stderr, suppress
 from io import StringIO
 from pathlib import Path
@@ -369,22 +369,23 @@ def any_length() -> Iterator[None]:
 
     It changes torch for the whole process meanwhile: no other thread may run a model.
     """
-    # Fake tensors of unknown sizes look here before they ask the operator.
-    decompositions = {operator: decomposition_table[operator] for operator in _KERNELS}
-    saved = {
-        (operator, key): operator.py_kernels[key]
-        for operator in _KERNELS
-        for key in _KEYS
-        if key in operator.py_kernels
-    }
-    try:
-        decomposition_table.update(_KERNELS)
-        for operator, key in saved:
-            operator.py_kernels[key] = _KERNELS[operator]
+    with ExitStack() as stack:
+        # Fake tensors of unknown sizes look here before they ask the operator.
+        stack.enter_context(replaced(decomposition_table, _KERNELS))
+        for operator, kernel in _KERNELS.items():
+            kernels = {key: kernel for key in _KEYS if key in operator.py_kernels}
+            stack.callback(operator._dispatch_cache.clear)
+            stack.enter_context(replaced(operator.py_kernels, kernels))
             operator._dispatch_cache.clear()
         yield
+
+
+@contextmanager
+def replaced(table: dict[Any, Any], entries: Mapping[Any, Any]) -> Iterator[None]:
+    """Keep entries in the place of those of a table of torch inside this context."""
+    before = {key: table[key] for key in entries}
+    table.update(entries)
+    try:
+        yield
     finally:
-        decomposition_table.update(decompositions)
-        for (operator, key), kernel in saved.items():
-            operator.py_kernels[key] = kernel
-            operator._dispatch_cache.clear()
+        table.update(before)
