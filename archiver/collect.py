@@ -23,7 +23,7 @@ from modelyard.archiver.model_config import (
 )
 from modelyard.archiver.report import Report, read_report
 from modelyard.archiver.requirements import Resolved, resolve
-from modelyard.archiver.source_checks import Source, source_warnings
+from modelyard.archiver.source_checks import source_warnings
 from modelyard.archiver.untrusted.container import MAX_ENTRIES
 from modelyard.archiver.untrusted.json import format_json
 from modelyard.archiver.untrusted.names import (
@@ -469,11 +469,11 @@ def _sorted(parts: Iterable[Part]) -> tuple[Part, ...]:
     return tuple(sorted(parts, key=lambda part: part.name))
 
 
-def _python_sources(parts: Iterable[Part]) -> Iterator[Source]:
+def _python_sources(parts: Iterable[Part]) -> Iterator[tuple[str, bytes]]:
     for part in parts:
         if part.name.endswith(".py") and isinstance(part.source, Path):
             with contextlib.suppress(OSError):
-                yield Source(part.name, part.source.read_bytes())
+                yield part.name, part.source.read_bytes()
 
 
 def created_on() -> str:

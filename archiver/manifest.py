@@ -176,8 +176,9 @@ def _seal(fields: Fields) -> Seal:
             "update modelyard or write the archive again"
         )
         return Seal(digests={})
+    listed = fields.object("digests")
     seal = Seal(
-        digests=_digests(fields.object("digests")),
+        digests={name: listed.sha256(name) for name in listed.values},
         report=_file(fields, "report"),
         signature=_optional(fields, "signature", read_signature),
         explain=_optional(fields, "explain", _explain),
@@ -186,10 +187,6 @@ def _seal(fields: Fields) -> Seal:
     )
     _check_references(fields, seal)
     return seal
-
-
-def _digests(fields: Fields) -> Mapping[str, str]:
-    return {name: fields.sha256(name) for name in fields.values}
 
 
 def _check_references(fields: Fields, seal: Seal) -> None:
@@ -237,11 +234,8 @@ def _seal_to_json(seal: Seal | None) -> dict[str, Any] | None:
     if seal is None:
         return None
     return {
-        "schema": SCHEMA,
-        "digests": dict(seal.digests),
-        "report": seal.report,
+        **{"schema": SCHEMA, **vars(seal)},
         "signature": seal.signature.to_json() if seal.signature else None,
         "explain": vars(seal.explain) if seal.explain else None,
         "golden": [vars(golden) for golden in seal.golden],
-        "requirements": list(seal.requirements),
     }
