@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from modelyard.archiver.collect import ArchiveRequest, Part, Plan, plan_archive
-from modelyard.archiver.digest import Digest
+from modelyard.archiver.digest import Digest, DigestedFile
 from modelyard.archiver.errors import ArchiveExists, CannotArchive, DoesNotRun
 from modelyard.archiver.manifest import (
     MAX_MANIFEST_BYTES,
@@ -39,12 +39,9 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class PackedFile:
+class PackedFile(DigestedFile):
     """One file that was packed."""
 
-    name: str
-    size_bytes: int
-    sha256: str
     role: str
 
 

@@ -331,21 +331,13 @@ def _format_problem(entry: ZipMember) -> str | None:
         return f"compression method {entry.method} is unknown; 0 (stored) and 8 (deflate) are read"
     if not entry.flags & _UTF8 and not entry.raw_name.isascii():
         return "its name is neither ASCII nor marked as UTF-8"
-    if not _is_utf8(entry.raw_name):
+    if entry.name.encode() != entry.raw_name:
         return "its name is not UTF-8"
     if _UNICODE_PATH_EXTRA in entry.extras:
         return "it carries a second name in an extra field"
     if len(set(entry.extras)) < len(entry.extras):
         return "it carries an extra field twice"
     return None
-
-
-def _is_utf8(raw_name: bytes) -> bool:
-    try:
-        raw_name.decode("utf-8")
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def _kind_problem(entry: ZipMember) -> str | None:

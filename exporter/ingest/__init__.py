@@ -14,14 +14,13 @@ and runs only for a file that a person has trusted.
 
 from modelyard.exporter.ingest.read import read_checkpoint
 from modelyard.exporter.ingest.single_file import ONNX, PROGRAM, Announce
-from modelyard.exporter.ingest.value import Checkpoint, CheckpointFile, ClassHint
+from modelyard.exporter.ingest.value import Checkpoint, ClassHint
 
 __all__ = [
     "ONNX",
     "PROGRAM",
     "Announce",
     "Checkpoint",
-    "CheckpointFile",
     "ClassHint",
     "read_checkpoint",
 ]

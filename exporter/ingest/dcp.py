@@ -83,7 +83,7 @@ def read_index(folder: Path) -> Index:
         CheckpointError: it names what no index needs, or a slice leaves its file.
     """
     source = Source.of_file(inside(folder, ".metadata"))
-    if len(source) > _MAX_INDEX_BYTES:
+    if source.size > _MAX_INDEX_BYTES:
         raise CheckpointError(f'"{folder.name}/.metadata" has more than {_MAX_INDEX_BYTES} bytes')
     try:
         rebuild = partial(_rebuild, Rebuilder())

@@ -79,9 +79,6 @@ class Source:
         """Read `count` bytes, and fewer only where the bytes end."""
         return bytes(self.data[offset : offset + count])
 
-    def __len__(self) -> int:
-        return len(self.data)
-
     def part(self, name: str, start: int, size: int) -> "Source":
         """Return a range of the bytes, as a source of its own.
 

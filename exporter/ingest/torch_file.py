@@ -212,7 +212,7 @@ class _LegacyStorages:
         self._source = source
         self._made: dict[str, Storage] = {}
         self._views: dict[str, Storage] = {}
-        self._bytes_left = len(source)
+        self._bytes_left = source.size
 
     def refuse(self, identifier: Any) -> Any:
         raise BadPickle("a storage outside the pickle that may name some")
