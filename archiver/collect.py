@@ -16,11 +16,7 @@ from modelyard.archiver.example import TOLERANCE, parse_example
 from modelyard.archiver.handler_files import LABELS_FILE
 from modelyard.archiver.labels import doubled_labels
 from modelyard.archiver.manifest import ARCHIVER_VERSION, Explain, Golden, Manifest, Seal
-from modelyard.archiver.model_config import (
-    keys_without_effect,
-    parse_model_config,
-    unknown_keys,
-)
+from modelyard.archiver.model_config import keys_without_effect, parse_model_config, unknown_keys
 from modelyard.archiver.report import Report, read_report
 from modelyard.archiver.requirements import Resolved, resolve
 from modelyard.archiver.source_checks import source_warnings

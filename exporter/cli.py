@@ -10,20 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from modelyard.base.terminal import (
-    described_arguments,
-    format_bytes,
-    out,
-    plain_table,
-    step_bar,
-)
+from modelyard.base.terminal import described_arguments, format_bytes, out, plain_table, step_bar
 from modelyard.base.threads import thread_environment
-from modelyard.exporter.errors import (
-    ExportError,
-    PartialExportError,
-    UsageError,
-    reason,
-)
+from modelyard.exporter.errors import ExportError, PartialExportError, UsageError, reason
 from modelyard.exporter.request import FLAGS, export
 
 if TYPE_CHECKING:

@@ -210,11 +210,12 @@ class TarReader:
         """Run through the whole stream; return all problems of its headers and names."""
         run = Inflated(self._file, progress)
         entries: list[TarMember] = []
-        digests: list[str] = []
         try:
             for entry in read_entries(run.read):
                 entries.append(replace(entry, offset=run.position))
-                digests.append(self._hash(run, entry))
+                digest = self._hash(run, entry)
+                if not entry.is_folder:
+                    self.digests[entry.name.partition("/")[2]] = digest
                 run.skip(-entry.size_bytes % BLOCK_BYTES)
             run.finish()
         except Damaged as error:
@@ -225,11 +226,6 @@ class TarReader:
         self.members = tuple(
             replace(entry, name=name) for name, entry in zip(names, entries, strict=True) if name
         )
-        self.digests = {
-            name: digest
-            for name, digest in zip(names, digests, strict=True)
-            if name and not name.endswith("/")
-        }
         self.is_readable = not any(entry.kind for entry in entries)
         return problems
 

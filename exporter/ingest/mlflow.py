@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from modelyard.archiver.signature import DTYPES
-from modelyard.archiver.untrusted.json import parse_json
 from modelyard.archiver.untrusted.yaml import parse_yaml
 from modelyard.exporter.errors import CheckpointError
 from modelyard.exporter.ingest.single_file import ONNX, PROGRAM, Announce, read_file
@@ -99,7 +98,7 @@ def _example(folder: Path, info: Mapping[str, Any]) -> Any:
     name = info.get("artifact_path")
     if not isinstance(name, str) or not PLAIN_NAME.fullmatch(name) or not (folder / name).is_file():
         return None
-    content = _parsed(inside(folder, name), parse_json, "JSON")
+    content = _parsed(inside(folder, name), json.loads, "JSON")
     if isinstance(content, Mapping) and set(content) == {"columns", "data"}:
         return content["data"]
     return content.get("inputs", content) if isinstance(content, Mapping) else content
@@ -111,5 +110,5 @@ def _parsed(path: Path, parse: Callable[[bytes], Any], form: str) -> Any:
         raise CheckpointError(f'"{place}" has more than {_MAX_BYTES} bytes')
     try:
         return parse(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f'"{place}" is not valid {form} ({error})') from error
