@@ -104,10 +104,10 @@ def parse_manifest(data: bytes) -> Manifest:
         document = parse_json(data, MAX_MANIFEST_BYTES)
     except ValueError as error:
         raise BadManifest(f"{MANIFEST_NAME} cannot be read", [str(error)]) from error
-    problems: list[str] = []
-    manifest = _manifest(Fields(document, "", problems))
-    if problems:
-        raise BadManifest(f"{MANIFEST_NAME} is wrong", problems)
+    fields = Fields(document)
+    manifest = _manifest(fields)
+    if fields.problems:
+        raise BadManifest(f"{MANIFEST_NAME} is wrong", fields.problems)
     return manifest
 
 

@@ -164,13 +164,22 @@ class Fields:
         problems: shared by the objects of one document, one sentence per wrong field.
     """
 
-    def __init__(self, value: Any, path: str, problems: list[str]) -> None:
+    def __init__(self, value: Any, path: str = "", problems: list[str] | None = None) -> None:
         self.path = path
-        self.problems = problems
+        self.problems = [] if problems is None else problems
         self.is_object = isinstance(value, dict)
         self.values: Mapping[str, Any] = value if self.is_object else {}
         if value is not _MISSING and not self.is_object:
             self.wrong("", "an object", value)
+
+    def check(self) -> None:
+        """Raise what was gathered.
+
+        Raises:
+            ValueError: every field that is wrong.
+        """
+        if self.problems:
+            raise ValueError("; ".join(self.problems))
 
     def text(self, key: str) -> str:
         """Read a required string that is not empty; "" stands for one that is wrong."""

@@ -55,8 +55,7 @@ def bench_command(
     """
     # Here, not above: importing torch takes a second that `--help` need not wait.
     from modelyard.exporter.arguments import read_inputs
-    from modelyard.exporter.bench import plan as plans
-    from modelyard.exporter.bench.measure import bench
+    from modelyard.exporter.bench import measure
     from modelyard.exporter.bench.report import write_bench_page
     from modelyard.exporter.bench.table import bench_table
     from modelyard.exporter.trip import read_device
@@ -64,16 +63,16 @@ def bench_command(
     with exit_codes():
         arguments = read_model_args(model_args)
         read_device(device)
-        subjects = plans.choose_subjects(
+        subjects = measure.choose_subjects(
             artifacts or [], checkpoint, model, arguments, compiled=compiled
         )
         if not inputs and not artifacts:
             raise UsageError("--checkpoint alone does not state its inputs; give --input")
-        signature = read_inputs(inputs) if inputs else plans.read_signature(subjects[-1].path)
-        plan = plans.Plan(
+        signature = read_inputs(inputs) if inputs else measure.read_signature(subjects[-1].path)
+        plan = measure.Plan(
             subjects=subjects,
-            signature=plans.fix_sizes(signature, dict(map(_dim_size, size or []))),
-            batches=plans.choose_batches(signature, _numbers("--batch", batch)),
+            signature=measure.fix_sizes(signature, dict(map(_dim_size, size or []))),
+            batches=measure.choose_batches(signature, _numbers("--batch", batch)),
             threads=tuple(dict.fromkeys(_numbers("--threads", threads))),
             rounds=rounds,
             cell_s=seconds,
@@ -83,7 +82,7 @@ def bench_command(
         if profile is not None:
             profile.mkdir(parents=True, exist_ok=True)
         with step_bar() as progress:
-            report = bench(plan, progress)
+            report = measure.bench(plan, progress)
         if html is not None:
             write_bench_page(report, html)
     if as_json:

@@ -21,9 +21,9 @@ from modelyard.archiver.signature import parse_inputs
 from modelyard.exporter import UsageError, export
 from modelyard.exporter.bench.child import read_joules
 from modelyard.exporter.bench.cli import app
-from modelyard.exporter.bench.measure import bench
-from modelyard.exporter.bench.plan import (
+from modelyard.exporter.bench.measure import (
     Plan,
+    bench,
     choose_batches,
     choose_subjects,
     fix_sizes,
