@@ -17,7 +17,7 @@ import typer
 from rich.progress import DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from modelyard.archiver import api
-from modelyard.archiver.errors import ArchiveError, BadName, Differs, WrongUsage
+from modelyard.archiver.errors import ArchiveError, BadName, Differs, NothingCompared, WrongUsage
 from modelyard.base.terminal import described_arguments, step_bar
 
 if TYPE_CHECKING:
@@ -145,6 +145,7 @@ def verify(
     public_key: Annotated[_File, _option("public_key")] = None,
     run: Annotated[bool, _option("run", "--run/--no-run")] = True,
     device: Annotated[str, _option("device")] = "auto",
+    tolerance: Annotated[float | None, _option("tolerance")] = None,
     as_json: JsonOutput = False,
 ) -> None:
     """Check an archive here: digests, signature, golden requests, parity."""
@@ -162,7 +163,9 @@ def verify(
             api.open_to_verify(file, public_key, run, partial(step, "checking")) as (opened, trust),
         ):
             result = _archive_to_json(opened)
-            checks = verify_archive(opened, trust=trust, run=run, device=device)
+            checks = verify_archive(
+                opened, trust=trust, run=run, device=device, tolerance=tolerance
+            )
             result["checks"] = [vars(check) for check in checks]
             checked = api.Verification(opened.path, opened.digest, tuple(checks))
         if not as_json:
@@ -171,7 +174,10 @@ def verify(
             _print_columns([("CHECK", "RESULT"), *((each.subject, each.result) for each in checks)])
             print(f"{file}: {len(opened.files)} files, digest {opened.digest}")
         with _exit_codes():
-            if not checked:
+            wrong = [check for check in checks if check.problem]
+            if wrong and all(check.subject == "nothing" for check in wrong):
+                raise NothingCompared(f"{file.name}: nothing was compared", checked.problems)
+            if wrong:
                 raise Differs(f"{file.name} is not here what it was", checked.problems)
     except _Failed as failed:
         result["problems"] = failed.problems
@@ -210,12 +216,17 @@ def _write_new(file: Path, data: bytes, mode: int) -> None:
         opened.write(data)
 
 
+_CODES: dict[type[ArchiveError], int] = {BadName: 2, WrongUsage: 2, NothingCompared: 3}
+"""Error → exit code; 1, a job that failed, for all others. 2 is wrong usage."""
+
+
 class _Failed(typer.Exit):
     """Leave with an exit code after the error was printed."""
 
     def __init__(self, error: ArchiveError) -> None:
-        # 2 is wrong usage, 1 a job that failed.
-        super().__init__(2 if isinstance(error, (BadName, WrongUsage)) else 1)
+        super().__init__(
+            next((code for kind, code in _CODES.items() if isinstance(error, kind)), 1)
+        )
         self.problems = list(error.problems)
 
 

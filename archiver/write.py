@@ -28,7 +28,7 @@ from modelyard.archiver.signing import sign
 from modelyard.archiver.statement import Statement
 from modelyard.archiver.untrusted import names
 from modelyard.archiver.untrusted.container import CHUNK_BYTES, SUFFIXES, Progress, Writer
-from modelyard.archiver.untrusted.json import format_json
+from modelyard.archiver.untrusted.json import format_json, parse_json
 from modelyard.archiver.verify import find_pair
 from modelyard.archiver.writers import FolderWriter, TarWriter, ZipWriter, shrinks
 
@@ -161,9 +161,9 @@ def _rehearsed(plan: Plan, output_dir: Path, meter: _Meter) -> tuple[Plan, str]:
     """Load the archive, a folder beside its target, as a worker does, and replay the examples.
 
     Returns:
-        The plan with what was answered to examples without an expected answer, and the reference,
-        where requests for it were given. Then what was repeated where the artifact was proven on
-        other versions: its parity with its twin too.
+        The plan with what is expected of each example, and what the model read and gave; and with
+        the reference, where requests for it were given. Then what was repeated where the artifact
+        was proven on other versions: its parity with its twin too.
 
     Raises:
         CannotArchive: the archive does not load, or answers something else than expected; the
@@ -179,7 +179,7 @@ def _rehearsed(plan: Plan, output_dir: Path, meter: _Meter) -> tuple[Plan, str]:
         outcome = replay(
             staging / "archive",
             plan.manifest,
-            record=plan.unanswered,
+            unanswered=plan.unanswered,
             pair=find_pair(plan.manifest, plan.read) if moved else None,
             reference=plan.reference,
             doubts=True,
@@ -194,15 +194,21 @@ def _rehearsed(plan: Plan, output_dir: Path, meter: _Meter) -> tuple[Plan, str]:
     if problems:
         raise CannotArchive(summary, problems)
     answers = {
-        result.golden.expected: format_json({"answer": result.answer})
+        result.golden.expected: format_json(_expected(plan, result) | dict(result.seen))
         for result in outcome.golden
-        if result.golden in plan.unanswered
     }
     if outcome.reference:
         answers[names.REFERENCE_NAME] = outcome.reference
     golden = len(outcome.golden) - len(plan.unanswered)
     repeated = describe_repeated(golden, outcome.parity.cases if outcome.parity else 0)
     return plan.rehearsed(answers, {file.name: file.sha256 for file in files}, identities), repeated
+
+
+def _expected(plan: Plan, result: GoldenResult) -> dict[str, Any]:
+    if result.golden in plan.unanswered:
+        return {"answer": result.answer}
+    expected: dict[str, Any] = parse_json(plan.read(result.golden.expected))
+    return expected
 
 
 def _problem(plan: Plan, result: GoldenResult) -> str:
