@@ -13,23 +13,21 @@ from typing import TYPE_CHECKING, Any
 
 from modelyard.archiver.collect import ArchiveRequest, Part, Plan, plan_archive
 from modelyard.archiver.digest import Digest, DigestedFile
-from modelyard.archiver.errors import ArchiveExists, CannotArchive, DoesNotRun
+from modelyard.archiver.dry_run import rehearse
+from modelyard.archiver.errors import ArchiveExists, CannotArchive
 from modelyard.archiver.manifest import (
     MAX_MANIFEST_BYTES,
     Manifest,
     format_manifest,
     parse_manifest,
 )
-from modelyard.archiver.proven import describe_repeated, find_other_versions
-from modelyard.archiver.replay import GoldenResult, replay
+from modelyard.archiver.proven import find_other_versions
 from modelyard.archiver.report import Report, parse_report
 from modelyard.archiver.sbom import format_sbom
 from modelyard.archiver.signing import sign
 from modelyard.archiver.statement import Statement
 from modelyard.archiver.untrusted import names
 from modelyard.archiver.untrusted.container import CHUNK_BYTES, SUFFIXES, Progress, Writer
-from modelyard.archiver.untrusted.json import format_json, parse_json
-from modelyard.archiver.verify import find_pair
 from modelyard.archiver.writers import FolderWriter, TarWriter, ZipWriter, shrinks
 
 if TYPE_CHECKING:
@@ -55,6 +53,8 @@ class Packed:
     files: tuple[PackedFile, ...]
     warning: str = ""
     """How it does on versions that nobody has proven, where those are other ones than here."""
+    coverage: str = ""
+    """Which changes of its pipeline golden requests would notice; empty where none was tried."""
 
 
 def write_archive(
@@ -128,13 +128,13 @@ def write_plan(
             f"cannot archive {plan.manifest.model_name}: --reference is explained in the dry run; "
             "leave out --no-dry-run"
         )
-    runs, repeated = 2 if dry_run else 1, "nothing was run"
+    runs, repeated, coverage = 2 if dry_run else 1, "nothing was run", ""
     meter = _Meter(progress, runs * sum(part.size_bytes for part in plan.parts))
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
         _refuse_existing(target, force)
         if dry_run:
-            plan, repeated = _rehearsed(plan, output_dir, meter)
+            plan, repeated, coverage = _rehearsed(plan, output_dir, meter)
         with _replacing(target, plan, archive_format) as writer:
             files = _pack(plan, writer, meter, key, expires)
             _refuse_existing(target, force)
@@ -142,7 +142,7 @@ def write_plan(
         raise CannotArchive(f"cannot write {target}: {error.strerror or error}") from error
     digest = next(file.sha256 for file in files if file.name == names.MANIFEST_NAME)
     other = find_other_versions(plan.manifest, plan.read)
-    return Packed(target, digest, files, f"{other}; {repeated}" if other else "")
+    return Packed(target, digest, files, f"{other}; {repeated}" if other else "", coverage)
 
 
 class _Meter:
@@ -157,67 +157,18 @@ class _Meter:
             self._progress(self._done, self._total)
 
 
-def _rehearsed(plan: Plan, output_dir: Path, meter: _Meter) -> tuple[Plan, str]:
-    """Load the archive, a folder beside its target, as a worker does, and replay the examples.
-
-    Returns:
-        The plan with what is expected of each example, and what the model read and gave; and with
-        the reference, where requests for it were given. Then what was repeated where the artifact
-        was proven on other versions: its parity with its twin too.
-
-    Raises:
-        CannotArchive: the archive does not load, or answers something else than expected; the
-            message is the worker's own.
-    """
+def _rehearsed(plan: Plan, output_dir: Path, meter: _Meter) -> tuple[Plan, str, str]:
+    """Run the archive as a folder beside its target; return what `rehearse` gives, in the plan."""
     staging = output_dir / f".{plan.manifest.model_name}.{secrets.token_hex(8)}.tmp"
     staging.mkdir(mode=0o700)
     identities = {part.name: part.identity for part in plan.parts}
-    summary = f"cannot archive {plan.manifest.model_name}, its dry run failed"
-    moved = find_other_versions(plan.manifest, plan.read)
     try:
         files = _pack(plan, FolderWriter(staging / "archive"), meter, None)
-        outcome = replay(
-            staging / "archive",
-            plan.manifest,
-            unanswered=plan.unanswered,
-            pair=find_pair(plan.manifest, plan.read) if moved else None,
-            reference=plan.reference,
-            doubts=True,
-        )
-    except DoesNotRun as error:
-        raise CannotArchive(summary, error.problems) from error
+        answers, repeated, coverage = rehearse(plan, staging / "archive")
+        digests = {file.name: file.sha256 for file in files}
+        return plan.rehearsed(answers, digests, identities), repeated, coverage
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-    problems = [_problem(plan, result) for result in outcome.golden if result.difference]
-    if outcome.parity:
-        problems += outcome.parity.differences
-    if problems:
-        raise CannotArchive(summary, problems)
-    answers = {
-        result.golden.expected: format_json(_expected(plan, result) | dict(result.seen))
-        for result in outcome.golden
-    }
-    if outcome.reference:
-        answers[names.REFERENCE_NAME] = outcome.reference
-    golden = len(outcome.golden) - len(plan.unanswered)
-    repeated = describe_repeated(golden, outcome.parity.cases if outcome.parity else 0)
-    return plan.rehearsed(answers, {file.name: file.sha256 for file in files}, identities), repeated
-
-
-def _expected(plan: Plan, result: GoldenResult) -> dict[str, Any]:
-    if result.golden in plan.unanswered:
-        return {"answer": result.answer}
-    expected: dict[str, Any] = parse_json(plan.read(result.golden.expected))
-    return expected
-
-
-def _problem(plan: Plan, result: GoldenResult) -> str:
-    """Name the example by its file, which the author knows."""
-    (request,) = (part for part in plan.parts if part.name == result.golden.request)
-    said = f"example {request.label}: {result.difference}"
-    if "got status" in said or result.golden in plan.unanswered:
-        return said
-    return f"{said}; correct what is expected, or the labels, the preprocessing or the weights"
 
 
 def _refuse_existing(target: Path, force: bool) -> None:
