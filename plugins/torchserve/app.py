@@ -1,7 +1,5 @@
 """Builds a server that speaks TorchServe's dialect."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 
@@ -9,7 +7,7 @@ from modelyard.base.extras import what_is_missing
 from modelyard.plugins.torchserve.combined import Combined
 from modelyard.plugins.torchserve.configuration import read_tls
 from modelyard.plugins.torchserve.dialect import Dialect, dialect_answers
-from modelyard.plugins.torchserve.inference import PROBES, TorchServeInference, has_tensors
+from modelyard.plugins.torchserve.inference import TorchServeInference, has_tensors
 from modelyard.plugins.torchserve.log_config import ACCESS_LOG, MODEL_LOG
 from modelyard.plugins.torchserve.logs import Logs, access_line
 from modelyard.plugins.torchserve.management import TorchServeManagement
@@ -18,6 +16,7 @@ from modelyard.plugins.torchserve.policy import TorchServePolicy
 from modelyard.plugins.torchserve.scrape import Scrape
 from modelyard.plugins.torchserve.settings import TorchServeSettings
 from modelyard.plugins.torchserve.tokens import Tokens
+from modelyard.serve.api.oip import OPEN_PATHS
 from modelyard.serve.app import Server, answer_budget, listen
 from modelyard.serve.control.register import Lifecycle
 from modelyard.serve.control.registry import Registry
@@ -62,7 +61,7 @@ def create_server(dialect: TorchServeSettings, logs: Logs | None, settings: Sett
         if tokens is None:
             return open_to_all
         is_open = is_off is None and address.is_loopback
-        clients = tokens.check("inference", PROBES, is_needed=not is_open)
+        clients = tokens.check("inference", OPEN_PATHS, is_needed=not is_open)
         return check_changes(clients, tokens.check("management"), is_change)
 
     # Clients may reach what the port of the management API is not open to.
@@ -85,7 +84,7 @@ def create_server(dialect: TorchServeSettings, logs: Logs | None, settings: Sett
     if dialect.enable_metrics_api:
         apis.append(Scrape(metrics, dialect_answers(state, dialect)).dialect)
     lines = logs.lines(ACCESS_LOG) if logs else None
-    access = lines.writer(access_line) if lines else None
+    access = lines(access_line) if lines else None
 
     tls = read_tls(dialect)
     faces = []

@@ -3,8 +3,6 @@
 Source: https://logging.apache.org/log4j/2.x/manual/pattern-layout.html
 """
 
-from __future__ import annotations
-
 import os
 import re
 import time
@@ -25,17 +23,17 @@ _TOO_LONG = 4096
 
 DATES = {
     "DEFAULT": "yyyy-MM-dd HH:mm:ss,SSS",
-    "DEFAULT_PERIOD": "yyyy-MM-dd HH:mm:ss.SSS",
     "ISO8601": "yyyy-MM-dd'T'HH:mm:ss,SSS",
     "ISO8601_BASIC": "yyyyMMdd'T'HHmmss,SSS",
-    "ISO8601_PERIOD": "yyyy-MM-dd'T'HH:mm:ss.SSS",
     "ISO8601_OFFSET_DATE_TIME_HHCMM": "yyyy-MM-dd'T'HH:mm:ss,SSSXXX",
     "ISO8601_OFFSET_DATE_TIME_HHMM": "yyyy-MM-dd'T'HH:mm:ss,SSSZ",
     "ABSOLUTE": "HH:mm:ss,SSS",
-    "ABSOLUTE_PERIOD": "HH:mm:ss.SSS",
     "COMPACT": "yyyyMMddHHmmssSSS",
     "DATE": "dd MMM yyyy HH:mm:ss,SSS",
-    "DATE_PERIOD": "dd MMM yyyy HH:mm:ss.SSS",
+}
+DATES |= {
+    f"{name}_PERIOD": DATES[name].replace(",", ".")
+    for name in ("DEFAULT", "ISO8601", "ABSOLUTE", "DATE")
 }
 _FIELD = re.compile(r"'((?:[^']|'')*)'|([A-Za-z])\2*|[^A-Za-z']+")
 _FIELDS = {

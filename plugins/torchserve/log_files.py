@@ -1,7 +1,5 @@
 """Where lines of a log go: files that are put aside when they are full or old, and the console."""
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import os
@@ -13,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from modelyard.plugins.torchserve.layout import BadPattern, DateFormat
+from modelyard.plugins.torchserve.layout import FINEST, BadPattern, DateFormat
 from modelyard.plugins.torchserve.log_config import Appender, Rolling
 from modelyard.serve.dataplane.log_file import Console, LogFile, make_room
 
@@ -89,7 +87,11 @@ class FileSink(LogFile):
             self._packing.join()
 
     def _period_at(self, now: float) -> str:
-        return _period(int(now) // 60, self._rolling.period) if self._rolling.period else ""
+        """Return the period of a time; a second counts as its minute."""
+        if self._rolling.period is None:
+            return ""
+        fields = min(5, len(FINEST) - FINEST.index(self._rolling.period))
+        return str(time.localtime(now)[:fields])
 
     def _put_aside(self) -> None:
         if self._packing is not None:
@@ -106,14 +108,6 @@ class FileSink(LogFile):
         self.file.replace(plain)
         self._packing = threading.Thread(target=_pack, args=(plain, to), name="log-pack")
         self._packing.start()
-
-
-_PERIODS = {"%Y": 1, "%m": 2, "%d": 3, "%H": 4, "%M": 5, "%S": 5}
-
-
-def _period(minute: int, field: str) -> str:
-    """Return the period of a minute since the epoch; seconds count as minutes."""
-    return str(time.localtime(60 * minute)[: _PERIODS[field]])
 
 
 def _aside(file: Path, rolling: Rolling, written_at: float) -> Path:

@@ -4,8 +4,6 @@ A metric that the configuration does not declare is not kept. In `log` mode each
 a log instead, which is made of the value by the thread that writes it.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import shutil
@@ -79,7 +77,7 @@ class TorchServeMetrics:
         self.is_alone = self.mode == "log"
         self._own_lines = logs.lines(TS_METRICS) if logs else None
         model_lines = logs.lines(MODEL_METRICS) if logs else None
-        self._log_record = model_lines.writer(self._record_line) if model_lines else None
+        self._log_record = model_lines(self._record_line) if model_lines else None
         self._hostname = socket.gethostname()
         self._families = {f.name: f for f in _families(config.get("ts_metrics") or {})}
         self._host = {"Level": "Host", "Hostname": self._hostname, "hostname": self._hostname}
@@ -115,7 +113,7 @@ class TorchServeMetrics:
         if self._own_lines is None:
             return None
         line = self._line(family, labels, "%s")
-        return self._own_lines.writer(lambda second, value: (line % (value, second),))
+        return self._own_lines(lambda second, value: (line % (value, second),))
 
     def _counter(self, name: str, labels: Mapping[str, str]) -> Callable[[], None] | None:
         """Return what counts one more."""
@@ -135,7 +133,7 @@ class TorchServeMetrics:
         def form(second: int, *values: float) -> Sequence[str]:
             return [line % (values[at], second) for at, line in lines]
 
-        return self._own_lines.writer(form)
+        return self._own_lines(form)
 
     def _is_exposed(self, name: str) -> bool:
         return self.mode == "prometheus" or (self.mode == "legacy" and name in LEGACY)

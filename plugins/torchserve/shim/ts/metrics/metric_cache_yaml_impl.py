@@ -1,7 +1,5 @@
 """A metrics cache that metrics.yaml declares."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -9,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from modelyard.handlers.metrics import Labels, Record
+from modelyard.handlers.metrics import Measurement, Record
 from ts.metrics.caching_metric import CachingMetric
 from ts.metrics.metric_cache_abstract import MetricCacheAbstract
 from ts.metrics.metric_cache_errors import (
@@ -134,23 +132,15 @@ class MetricsCacheYamlImpl(MetricCacheAbstract):
                 "add_metric_to_cache, or report it with add_metric"
             ) from error
 
-    def _report(
-        self,
-        name: str,
-        value: Any,
-        unit: str,
-        request_id: str | None,
-        dimensions: Labels,
-        kind: Any,
-    ) -> None:
-        named = self.labels(dimensions, request_id)
+    def _report(self, measured: Measurement) -> None:
+        named, kind = self.labels(measured), measured.kind
         if isinstance(kind, str):
             kind = MetricTypes(kind)
         try:
-            metric = self.get_metric(name, kind)
+            metric = self.get_metric(measured.name, kind)
         except MetricsCacheKeyError:
-            metric = self.add_metric_to_cache(name, unit, list(named), kind)
-        metric.add_or_update(value, list(named.values()), request_id)
+            metric = self.add_metric_to_cache(measured.name, measured.unit, list(named), kind)
+        metric.add_or_update(measured.value, list(named.values()), measured.request_id)
 
     def cache_keys(self) -> list[str]:
         """List what is declared, as `type:name`."""

@@ -1,7 +1,5 @@
 """`context.metrics` of a worker."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
