@@ -1,13 +1,10 @@
 """Configuration and model store → the report; `torchserve` reads both by the same functions."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 from modelyard.base.terminal import format_bytes
@@ -75,19 +72,18 @@ def examine(
         return report
     with tempfile.TemporaryDirectory(prefix="modelyard-") as folder:
         policy = _policy(configuration, Path(folder) / "state")
-        looked: list[models.Looked] = []
+        looked = list[models.Looked]()
         for each in models.look_at_store(policy, UrlRules(dialect.allowed_urls)):
             on_step(each.spec.location)
             looked.append(each)
-        trials: list[models.Trial | None] = [None] * len(looked)
         if tries:
             on_step("trials")
             with models.warnings_of_readers():  # what workers print, and how they end
-                trials = asyncio.run(models.try_archives(policy, looked))
+                asyncio.run(models.try_archives(policy, looked))
     if not looked:
         report.findings.append(Finding(CHANGES, "model_store", f"{store} holds no archives"))
-    for each, trial in zip(looked, trials, strict=True):
-        _add(report, each, trial)
+    report.findings += [finding for each in looked for finding in each.findings]
+    report.models += [each.model for each in looked if each.model is not None]
     report.findings += models.find_workflows(policy, dialect.properties.get("workflow_store"))
     if report.models:
         report.findings.append(_memory(report))
@@ -102,24 +98,6 @@ def _policy(configuration: Configuration, state: Path) -> TorchServePolicy:
         metrics = TorchServeMetrics(dialect.model_copy(update={"metrics_config": None}))
     settings = configuration.settings.model_copy(update={"state_dir": state})
     return TorchServePolicy(settings, dialect, metrics)
-
-
-def _add(report: Report, looked: models.Looked, trial: models.Trial | None) -> None:
-    """Take what was found about one archive, with what came of its trial."""
-    model = looked.model
-    for finding in looked.findings:
-        if trial is not None and finding.status == WORKS:
-            took = f"loads in {trial.seconds:.1f} s, {format_bytes(trial.memory_bytes)} of its own"
-            finding = replace(finding, text=f"{finding.text}; {took}")
-            if trial.error is not None:
-                error = trial.error.removeprefix(f"{finding.subject}: ")
-                finding, model = replace(finding, status=FAILS, text=error), None
-        report.findings.append(finding)
-    if model is not None and trial is not None:
-        taken = trial.memory_bytes * model.workers
-        model = replace(model, memory_bytes=taken, is_measured=True)
-    if model is not None:
-        report.models.append(model)
 
 
 def _memory(report: Report) -> Finding:
@@ -162,29 +140,30 @@ def _examine(configuration: Configuration, environment: Mapping[str, str]) -> It
     ports = " and ".join(str(address.port) for address in own.grpc_addresses)
     yield Finding(WORKS, "gRPC", f"answered on ports {ports}, as TorchServe's clients call it")
 
-    def tls() -> tuple[list[str], str | None]:
+    def logs() -> str:
+        if (file := find_log_config(None, vmargs, own.directory)) is None:
+            return ""
+        said.extend(read_log_config(file, environment, own.directory)[1])
+        return f"{file.name} is followed"
+
+    vmargs, fit = (
+        own.properties.get("vmargs", ""),
+        "certificate and key can be read, and fit each other",
+    )
+    checks: dict[str, Callable[[], object]] = {
+        "TLS": lambda: fit if read_tls(own) else "",
+        "logs": logs,
+        "metrics_config": lambda: TorchServeMetrics(own),
+    }
+    for subject, check in checks.items():
         with models.warnings_of_readers() as said:
-            has_tls = read_tls(own) is not None
-        return said, "certificate and key can be read, and fit each other" if has_tls else None
-
-    def logs() -> tuple[list[str], str | None]:
-        file = find_log_config(None, own.properties.get("vmargs", ""), own.directory)
-        if file is None:
-            return [], None
-        return read_log_config(file, environment, own.directory)[1], f"{file.name} is followed"
-
-    def metrics() -> tuple[list[str], str | None]:
-        TorchServeMetrics(own)
-        return [], None
-
-    for subject, read in (("TLS", tls), ("logs", logs), ("metrics_config", metrics)):
-        try:
-            changes, works = read()
-        except StartError as error:
-            yield Finding(FAILS, subject, str(error))
-            continue
-        yield from (Finding(CHANGES, subject, text) for text in changes)
-        if works and not changes:
+            try:
+                works = check()
+            except StartError as error:
+                yield Finding(FAILS, subject, str(error))
+                continue
+        yield from (Finding(CHANGES, subject, text) for text in said)
+        if isinstance(works, str) and works and not said:
             yield Finding(WORKS, subject, works)
 
 

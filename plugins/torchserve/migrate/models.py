@@ -1,11 +1,9 @@
 """The model store of an installation → findings: each archive, by the readers that serve it."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import logging
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
@@ -18,6 +16,7 @@ from packaging.utils import canonicalize_name
 
 from modelyard.archiver import Archive, ArchiveError, open_archive
 from modelyard.archiver.source_checks import Source, known_modules, unmet_imports
+from modelyard.base.terminal import format_bytes
 from modelyard.plugins.torchserve import NO_WORKFLOWS
 from modelyard.plugins.torchserve.archiver.archive import BUILTIN_HANDLERS
 from modelyard.plugins.torchserve.archiver.refused import REASONS, refused_imports
@@ -111,25 +110,14 @@ def warnings_of_readers() -> Iterator[list[str]]:
         logger.propagate = propagates
 
 
-@dataclass(frozen=True)
+@dataclass
 class Looked:
     """What was found about one archive."""
 
     spec: ModelSpec
     findings: list[Finding]
     model: Model | None = None
-    """Model as it is served at the start, where it can be."""
-
-
-@dataclass(frozen=True)
-class Trial:
-    """What came of starting a worker."""
-
-    error: str | None
-    """The load's own words; None where the worker was ready."""
-    seconds: float = 0.0
-    memory_bytes: int = 0
-    """Its own, beside what it shares with other workers."""
+    """Model as it is served at the start, where it can be; what works of it is the last finding."""
 
 
 def look_at_store(policy: TorchServePolicy, rules: UrlRules) -> Iterator[Looked]:
@@ -159,42 +147,43 @@ def find_workflows(policy: TorchServePolicy, workflow_store: str | None) -> Iter
         yield Finding(FAILS, file.name, NO_WORKFLOWS, advice)
 
 
-async def try_archives(policy: TorchServePolicy, looked: Sequence[Looked]) -> list[Trial | None]:
+async def try_archives(policy: TorchServePolicy, looked: Iterable[Looked]) -> None:
     """Load each archive that can be served in a worker, behind the walls of the server.
 
     Args:
         policy: policy of the server that would serve them, with a state folder of its own.
-        looked: archives of the store.
-
-    Returns:
-        What came of each, in this order; None for those that were not tried.
+        looked: archives of the store, to which is added what came of it.
     """
     policy.state.create()
     policy.workers = WorkerPolicy()  # what they print goes to files of that folder
     orphans, lifecycle = Orphans(), Lifecycle(policy, Registry(), Metrics())
     try:
-        return [
-            None
-            if is_url(each.spec.location) or any(f.status == FAILS for f in each.findings)
-            else await _try(lifecycle, each.spec)
-            for each in looked
-        ]
+        for each in looked:
+            if not is_url(each.spec.location) and all(f.status != FAILS for f in each.findings):
+                await _try(lifecycle, each)
     finally:
         await lifecycle.stop(0)
         await orphans.stop()
 
 
-async def _try(lifecycle: Lifecycle, spec: ModelSpec) -> Trial:
-    began = monotonic()
+async def _try(lifecycle: Lifecycle, looked: Looked) -> None:
+    works, began = looked.findings.pop(), monotonic()
     try:
-        model = await lifecycle.add(replace(spec, workers=1, most=1), None, waits=True)
+        model = await lifecycle.add(replace(looked.spec, workers=1, most=1), None, waits=True)
     except (LoadFailed, ServeError, ArchiveError) as error:
-        return Trial(str(error))
+        text = str(error).removeprefix(f"{works.subject}: ")
+        looked.findings.append(replace(works, status=FAILS, text=text))
+        looked.model = None
+        return
     took_s = monotonic() - began
     pids = [slot.worker.pid for slot in model.pool.slots if slot.worker is not None]
     taken = sum(int(psutil.Process(pid).memory_full_info().uss) for pid in pids)
     await lifecycle.unregister(model)
-    return Trial(None, took_s, taken)
+    text = f"{works.text}; loads in {took_s:.1f} s, {format_bytes(taken)} of its own"
+    looked.findings.append(replace(works, text=text))
+    if (at_start := looked.model) is not None:
+        memory = taken * at_start.workers
+        looked.model = replace(at_start, memory_bytes=memory, is_measured=True)
 
 
 def _look(policy: TorchServePolicy, spec: ModelSpec, rules: UrlRules, is_loaded: bool) -> Looked:
