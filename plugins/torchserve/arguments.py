@@ -1,7 +1,5 @@
 """The flags of `torchserve`, read by the command and once more by the server that it starts."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 

@@ -3,8 +3,6 @@
 argparse, as TorchServe: prefixes of flags and exit code 2 are part of what scripts rely on.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """Several of TorchServe's APIs on one port, as KServe configures it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from modelyard.plugins.torchserve.dialect import Dialect

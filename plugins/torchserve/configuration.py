@@ -4,8 +4,6 @@ A value is taken from the environment (where the file says `enable_envvars_confi
 command line, else the file, else it is TorchServe's default.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import tempfile
@@ -316,7 +314,7 @@ def _check_tls(typed: Mapping[str, Any], own: Mapping[str, Any]) -> None:
             raise StartError(f"{key}: file not found: {own[key]}")
 
 
-def read_tls(own: TorchServeSettings) -> Callable[[], TlsContext] | None:
+def read_tls(own: TorchServeSettings) -> Callable[[], "TlsContext"] | None:
     """Return what returns the context of the addresses with TLS; None where there are none.
 
     Raises:

@@ -1,7 +1,5 @@
 """What the APIs have in common in TorchServe's dialect: paths, parameters, answers, errors."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re
@@ -124,7 +122,7 @@ def dialect_answers(
     state: ServerState,
     settings: TorchServeSettings,
     on_status: Callable[[int], None] | None = None,
-) -> DialectAnswers:
+) -> "DialectAnswers":
     """Return the form of TorchServe's answers: its errors, request ids and CORS headers."""
     cors = (
         (b"access-control-allow-origin", settings.cors_allowed_origin),

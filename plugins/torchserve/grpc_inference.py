@@ -4,8 +4,6 @@ The values of a request go to the handler as they came, under their names, witho
 answer is what it returned; a status that it set does not count, as in TorchServe.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

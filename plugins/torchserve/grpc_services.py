@@ -1,7 +1,5 @@
 """TorchServe's two APIs by gRPC, each on its own address; equal addresses share a server."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple

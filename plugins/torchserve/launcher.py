@@ -3,8 +3,6 @@
 Nothing but the standard library: the command answers before a web framework could be imported.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

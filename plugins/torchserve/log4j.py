@@ -5,8 +5,6 @@ Levels, appenders, patterns and rotation are followed; what is not is named once
 Source: https://logging.apache.org/log4j/2.x/manual/configuration.html
 """
 
-from __future__ import annotations
-
 import re
 import socket
 from collections.abc import Iterator, Mapping
@@ -40,7 +38,7 @@ class Node:
     type: str
     line: int = 0
     attributes: dict[str, str] = field(default_factory=dict)
-    children: list[Node] = field(default_factory=list)
+    children: list["Node"] = field(default_factory=list)
     text: str = ""
     is_read: bool = False
 
@@ -48,18 +46,18 @@ class Node:
         """Return an attribute that is there and not empty."""
         return self.attributes.get(name, "").strip() or None
 
-    def all(self, *kinds: str) -> Iterator[Node]:
+    def all(self, *kinds: str) -> Iterator["Node"]:
         """Yield children of these types."""
         for child in self.children:
             if child.type in kinds:
                 child.is_read = True
                 yield child
 
-    def below(self, section: str, *kinds: str) -> Iterator[Node]:
+    def below(self, section: str, *kinds: str) -> Iterator["Node"]:
         """Yield what stands in children of this type, and is of one of these."""
         return (each for child in self.all(section) for each in child.all(*kinds))
 
-    def unread(self) -> Iterator[Node]:
+    def unread(self) -> Iterator["Node"]:
         """Yield the outermost components that nobody has asked for."""
         for child in self.children:
             yield from child.unread() if child.is_read else (child,)

@@ -1,12 +1,11 @@
 """The management API in TorchServe's dialect: its routes, parameters, answers and texts."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from modelyard.archiver.manifest import RUNTIMES
 from modelyard.plugins.torchserve import NO_WORKFLOWS, openapi
 from modelyard.plugins.torchserve.dialect import (
     JSON,
@@ -42,12 +41,8 @@ from modelyard.serve.http.application import Answers, open_to_all
 from modelyard.serve.http.connection import Answer, RequestResponseCycle
 from modelyard.serve.observers import Observer
 
-if TYPE_CHECKING:
-    pass
-
 PAGE = 100
 MOST_WORKERS = 1024
-RUNTIMES = ("python", "python3", "LSP")
 NO_WORKER = (
     'Model "{}" has no worker to serve describe request. Please use scale workers API to add '
     "workers."
@@ -154,11 +149,8 @@ class TorchServeManagement:
         if method == "DELETE" and self.has_model_api:
             return await self.unregister(name, version)
         if method == "OPTIONS":
-            return json_answer(openapi.model_management(self._get(name, version).name))
+            return json_answer(openapi.model_management(self._registry.get(name, version).name))
         raise MethodNotAllowed
-
-    def _get(self, name: str, version: str | None) -> ModelVersion:
-        return self._registry.get(name, version)
 
     def list_models(self, query: Mapping[str, Any]) -> Answer:
         """Answer with a page of the models' names and locations."""
@@ -203,7 +195,7 @@ class TorchServeManagement:
 
     async def unregister(self, name: str, version: str | None) -> Answer:
         """Remove a model version."""
-        await self._lifecycle.unregister(self._get(name, version))
+        await self._lifecycle.unregister(self._registry.get(name, version))
         return status_answer(f'Model "{name}" unregistered')
 
     async def scale(self, name: str, version: str | None, query: Mapping[str, Any]) -> Answer:
@@ -213,7 +205,7 @@ class TorchServeManagement:
         if most < least:
             raise BadRequest("max_worker cannot be less than min_worker.")
         _limited("min_worker", least)
-        model = self._get(name, version)
+        model = self._registry.get(name, version)
         is_synchronous = boolean(query, "synchronous", False)
         try:
             await self._lifecycle.scale(model, least, most, is_synchronous)
@@ -240,7 +232,7 @@ class TorchServeManagement:
         """Answer with what a version, or `all`, is run with."""
         if version == "all":
             return json_answer([describe(model) for model in self._registry.versions(name)])
-        return json_answer([describe(self._get(name, version))])
+        return json_answer([describe(self._registry.get(name, version))])
 
     async def describe_customized(self, name: str, version: str | None, head: bytes) -> Answer:
         """Ask the handler too; an answer that is not an object counts as none.
@@ -248,7 +240,7 @@ class TorchServeManagement:
         Args:
             head: head of the request, as `pack_head` makes it.
         """
-        model = self._get(name, version)
+        model = self._registry.get(name, version)
         future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         Call(model, PREDICT, head, future, flags=wire.DESCRIBE, must_fit=False).submit([b""])
         try:

@@ -1,7 +1,5 @@
 """What TorchServe decides otherwise than we do."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

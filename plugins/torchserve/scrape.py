@@ -1,7 +1,5 @@
 """The metrics API in TorchServe's dialect."""
 
-from __future__ import annotations
-
 from urllib.parse import parse_qsl
 
 from modelyard.plugins.torchserve import openapi

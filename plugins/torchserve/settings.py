@@ -1,7 +1,5 @@
 """Settings of TorchServe's dialect alone. Names are those of its config.properties."""
 
-from __future__ import annotations
-
 from math import inf
 from pathlib import Path
 from typing import Any, Literal
@@ -108,18 +106,18 @@ class TorchServeSettings(BaseModel):
     @property
     def grpc_ages(self) -> tuple[tuple[float, float], tuple[float, float]]:
         """How long a connection to each of them may last, and its grace, in seconds."""
-        return (
-            (_seconds(self.grpc_inference_max_connection_age_ms),
-             _seconds(self.grpc_inference_max_connection_age_grace_ms)),
-            (_seconds(self.grpc_management_max_connection_age_ms),
-             _seconds(self.grpc_management_max_connection_age_grace_ms)),
-        )  # fmt: skip
+        inference, of_inference, management, of_management = (
+            inf if milliseconds is None else milliseconds / 1000
+            for milliseconds in (
+                self.grpc_inference_max_connection_age_ms,
+                self.grpc_inference_max_connection_age_grace_ms,
+                self.grpc_management_max_connection_age_ms,
+                self.grpc_management_max_connection_age_grace_ms,
+            )
+        )
+        return (inference, of_inference), (management, of_management)
 
     @property
     def addresses(self) -> tuple[Address, Address, Address]:
         """Where the inference, the management and the metrics API listen."""
         return self.inference_address, self.management_address, self.metrics_address
-
-
-def _seconds(milliseconds: int | None) -> float:
-    return inf if milliseconds is None else milliseconds / 1000

@@ -1,7 +1,5 @@
 """TorchServe's tokens: three keys in a file, two of which expire and can be replaced."""
 
-from __future__ import annotations
-
 import re
 import secrets
 import time
@@ -104,9 +102,8 @@ class Tokens:
             (value for header, value in headers if header == b"authorization"), b""
         )
         match = BEARER.fullmatch(authorization)
-        if match is None or not secrets.compare_digest(match[1], token.key.encode()):
-            raise _refusal(purpose)
-        if token.expires_at is not None and time.time() >= token.expires_at:
+        is_it = match is not None and secrets.compare_digest(match[1], token.key.encode())
+        if not is_it or token.is_over:
             raise _refusal(purpose)
 
     def _new(self) -> Token:

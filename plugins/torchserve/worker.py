@@ -1,7 +1,5 @@
 """What TorchServe's dialect, and archives made for TorchServe, do otherwise in a worker."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

@@ -7,8 +7,6 @@ PYTHONPATH=<plugins/torchserve/shim>:<folder of the handler's files> python
 ...     {"name": "body", "value": b"…", "contentType": ""}]}])
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Overlap the steps of a handler on the parts of a batch."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from queue import SimpleQueue

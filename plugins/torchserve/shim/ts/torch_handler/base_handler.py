@@ -1,7 +1,5 @@
 """`from ts.torch_handler.base_handler import BaseHandler`."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import logging

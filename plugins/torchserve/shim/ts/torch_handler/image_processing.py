@@ -1,7 +1,5 @@
 """Pictures → tensors, as the built-in image handlers of TorchServe make them with torchvision."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -1,7 +1,5 @@
 """`from ts.torch_handler.text_handler import TextHandler`."""
 
-from __future__ import annotations
-
 import functools
 import re
 import string
