@@ -4,16 +4,14 @@ import logging
 from collections.abc import Callable
 
 from modelyard.base.extras import what_is_missing
-from modelyard.plugins.torchserve.combined import Combined
 from modelyard.plugins.torchserve.configuration import read_tls
-from modelyard.plugins.torchserve.dialect import Dialect, dialect_answers
+from modelyard.plugins.torchserve.dialect import Combined, Dialect, dialect_answers, scrape_dialect
 from modelyard.plugins.torchserve.inference import TorchServeInference, has_tensors
 from modelyard.plugins.torchserve.log_config import ACCESS_LOG, MODEL_LOG
 from modelyard.plugins.torchserve.logs import Logs, access_line
 from modelyard.plugins.torchserve.management import TorchServeManagement
 from modelyard.plugins.torchserve.metrics import TorchServeMetrics
 from modelyard.plugins.torchserve.policy import TorchServePolicy
-from modelyard.plugins.torchserve.scrape import Scrape
 from modelyard.plugins.torchserve.settings import TorchServeSettings
 from modelyard.plugins.torchserve.tokens import Tokens
 from modelyard.serve.api.oip import OPEN_PATHS
@@ -82,7 +80,7 @@ def create_server(dialect: TorchServeSettings, logs: Logs | None, settings: Sett
     recorder.start()
     apis = [inference.dialect, management.dialect]
     if dialect.enable_metrics_api:
-        apis.append(Scrape(metrics, dialect_answers(state, dialect)).dialect)
+        apis.append(scrape_dialect(metrics, dialect_answers(state, dialect)))
     lines = logs.lines(ACCESS_LOG) if logs else None
     access = lines(access_line) if lines else None
 

@@ -8,15 +8,18 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from modelyard.archiver import ArchiveError
-from modelyard.plugins.torchserve.openapi import Document
+from modelyard.plugins.torchserve import openapi
 from modelyard.plugins.torchserve.settings import TorchServeSettings
+from modelyard.serve.api.metrics import CONTENT_TYPE
 from modelyard.serve.dataplane.call import Stream
+from modelyard.serve.dataplane.metrics import Metrics
 from modelyard.serve.dataplane.wire import Buffer, Payload
 from modelyard.serve.errors import (
     BadMessage,
     BodyTooLarge,
     FetchFailed,
     MethodNotAllowed,
+    NoSuchRoute,
     ServeError,
     Unauthorized,
     Unavailable,
@@ -30,6 +33,7 @@ from modelyard.serve.http.application import (
     Calls,
     Check,
     Events,
+    open_to_all,
 )
 from modelyard.serve.http.connection import Answer, Headers, RequestResponseCycle
 from modelyard.serve.observers import Observer, with_observers
@@ -68,7 +72,7 @@ class Dialect:
         self,
         check: Check,
         answers: Answers,
-        document: Document,
+        document: openapi.Document,
         respond: Respond,
         owns: Callable[[str], bool],
         calls: Calls | None = None,
@@ -116,6 +120,46 @@ class Dialect:
         except Exception as error:
             answer = self._answers.error(error, id)
         self._answers.send(cycle, id, *answer)
+
+
+class Combined:
+    """Several APIs on one port, as KServe configures it; each checks its own key.
+
+    Args:
+        apis: APIs in the order of their addresses; the first answers what is nobody's, and
+            describes the port.
+    """
+
+    def __init__(self, apis: Sequence[Dialect]) -> None:
+        self._first, *self._others = apis
+        paths = {path: item for api in apis for path, item in api.document["paths"].items()}
+        self._first.document = {**self._first.document, "paths": paths}
+
+    def accept(self, cycle: RequestResponseCycle) -> None:
+        """Hand a request to the API that its path belongs to."""
+        api = next((api for api in self._others if api.owns(cycle.path)), self._first)
+        api.application.accept(cycle)
+
+    def refuse(self, error: Exception, cycle: RequestResponseCycle | None) -> Answer:
+        """Return the last answer on a connection."""
+        return self._first.application.refuse(error, cycle)
+
+
+def scrape_dialect(metrics: Metrics, answers: Answers) -> Dialect:
+    """Return the metrics API: one path, in any method; it needs no token."""
+
+    async def respond(cycle: RequestResponseCycle, path: list[str], body: bytes, id: str) -> Answer:
+        """Return the metrics, all or those that `name[]` names."""
+        if path != ["metrics"]:
+            raise NoSuchRoute
+        query = parse_qsl(cycle.query.decode("latin-1"))
+        names = [value for name, value in query if name == "name[]"]
+        return 200, [(b"content-type", CONTENT_TYPE.encode())], metrics.text(names).encode()
+
+    def owns(path: str) -> bool:
+        return segments(path) == ["metrics"]
+
+    return Dialect(open_to_all, answers, openapi.server(), respond, owns)
 
 
 def dialect_answers(

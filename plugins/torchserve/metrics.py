@@ -10,7 +10,7 @@ import shutil
 import socket
 import subprocess
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -51,10 +51,8 @@ class Inferences(NamedTuple):
 
     requested: Callable[[], None] | None
     """Counts a request."""
-    exposed: Sequence[tuple[int, Add]]
-    """Place in `ANSWERS` and what takes the value."""
-    logged: Callable[[float, float, float], None] | None
-    """Takes all three values of an answer, for those that are lines."""
+    answered: Sequence[Callable[..., None]]
+    """Each takes all three values of an answer."""
 
 
 class TorchServeMetrics:
@@ -120,20 +118,23 @@ class TorchServeMetrics:
         add = self._adder(name, labels)
         return None if add is None else partial(add, 1.0)
 
-    def _answer(self, labels: Mapping[str, str]) -> Callable[[float, float, float], None] | None:
-        """Return what makes lines of the values of an answer; None where nobody sees them."""
-        lines = [
-            (at, self._line(self._families[name], labels, digits))
-            for at, (name, digits) in enumerate(ANSWERS)
-            if name in self._families and not self._is_exposed(name)
-        ]
-        if not lines or self._own_lines is None:
-            return None
+    def _answer(self, labels: Mapping[str, str]) -> Iterator[Callable[..., None]]:
+        """Yield what takes the values of an answer: one for each that is exposed, for lines one."""
+        lines: list[tuple[int, str]] = []
+        for at, (name, digits) in enumerate(ANSWERS):
+            if (family := self._families.get(name)) is None:
+                continue
+            if self._is_exposed(name):
+                add = partial(family.add, self._values(family, labels))
+                yield lambda *values, at=at, add=add: add(values[at])
+            else:
+                lines.append((at, self._line(family, labels, digits)))
 
         def form(second: int, *values: float) -> Sequence[str]:
             return [line % (values[at], second) for at, line in lines]
 
-        return self._own_lines(form)
+        if lines and self._own_lines is not None:
+            yield self._own_lines(form)
 
     def _is_exposed(self, name: str) -> bool:
         return self.mode == "prometheus" or (self.mode == "legacy" and name in LEGACY)
@@ -156,15 +157,8 @@ class TorchServeMetrics:
 
     def _of(self, model: str, version: str | None) -> Inferences:
         labels = {"model_name": model, "model_version": version or "default"}
-        exposed = [
-            (at, add)
-            for at, (name, _) in enumerate(ANSWERS)
-            if self._is_exposed(name) and (add := self._adder(name, labels)) is not None
-        ]
-        found = Inferences(
-            self._counter("ts_inference_requests_total", labels), exposed, self._answer(labels)
-        )
-        self._inferences[model, version] = found
+        counter = self._counter("ts_inference_requests_total", labels)
+        found = self._inferences[model, version] = Inferences(counter, [*self._answer(labels)])
         return found
 
     def accepted(self, model: str, version: str | None) -> None:
@@ -176,11 +170,8 @@ class TorchServeMetrics:
     def inferred(self, model: str, version: str | None, queued_s: float, total_s: float) -> None:
         """Take note of one answer: how long it waited, and how long it took altogether."""
         of = self._inferences.get((model, version)) or self._of(model, version)
-        values = total_s * 1e6, queued_s * 1e6, queued_s * 1e3
-        if of.logged is not None:
-            of.logged(*values)
-        for at, add in of.exposed:
-            add(values[at])
+        for take in of.answered:
+            take(total_s * 1e6, queued_s * 1e6, queued_s * 1e3)
 
     def worker_loaded(self, worker: str, seconds: float) -> None:
         """Take note of how long a worker took to load."""
