@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from modelyard.base.extras import what_is_missing
 from modelyard.plugins.torchserve.configuration import read_tls
-from modelyard.plugins.torchserve.dialect import Combined, Dialect, dialect_answers, scrape_dialect
+from modelyard.plugins.torchserve.dialect import Combined, Dialect, Scrape, dialect_answers
 from modelyard.plugins.torchserve.inference import TorchServeInference, has_tensors
 from modelyard.plugins.torchserve.log_config import ACCESS_LOG, MODEL_LOG
 from modelyard.plugins.torchserve.logs import Logs, access_line
@@ -22,8 +22,6 @@ from modelyard.serve.control.repository import Repository
 from modelyard.serve.dataplane.budget import AnswerBudget
 from modelyard.serve.dataplane.metrics import Metrics
 from modelyard.serve.front.begin import ServerState
-from modelyard.serve.front.face import Face
-from modelyard.serve.front.models import why_not_ready
 from modelyard.serve.http.application import Check, changes_models, check_changes, open_to_all
 from modelyard.serve.http.connection import Access
 from modelyard.serve.http.listener import Listener, Tls
@@ -78,55 +76,22 @@ def create_server(dialect: TorchServeSettings, logs: Logs | None, settings: Sett
         registry, lifecycle, observers, tokens, answers, dialect.enable_model_api
     )
     recorder.start()
-    apis = [inference.dialect, management.dialect]
+    apis: list[Dialect] = [inference, management]
     if dialect.enable_metrics_api:
-        apis.append(scrape_dialect(metrics, dialect_answers(state, dialect)))
+        apis.append(Scrape(metrics, dialect_answers(state, dialect)))
     lines = logs.lines(ACCESS_LOG) if logs else None
     access = lines(access_line) if lines else None
 
-    tls = read_tls(dialect)
+    limits = settings, budget, read_tls(dialect), access
     faces = []
     if (missing := what_is_missing("grpc")) is None:
-        faces.append(_make_face(inference, management, check_at, dialect, settings, budget, tls,
-                                access))  # fmt: skip
+        from modelyard.plugins.torchserve.grpc_face import GrpcFace
+
+        faces.append(GrpcFace(inference, management, check_at, dialect, *limits))
     else:
         logger.warning("gRPC is not answered, %s", missing)
-    listeners = _listen(apis, dialect, settings, budget, tls, access)
+    listeners = _listen(apis, dialect, *limits)
     return Server(lifecycle, observers, state, *listeners, faces=faces)
-
-
-def _make_face(
-    inference: TorchServeInference,
-    management: TorchServeManagement,
-    check_at: Callable[..., Check],
-    dialect: TorchServeSettings,
-    settings: Settings,
-    budget: AnswerBudget,
-    tls: Tls | None,
-    access: Access | None,
-) -> Face:
-    """Return both APIs by gRPC, bound to their addresses."""
-    from modelyard.plugins.grpc import oip
-    from modelyard.plugins.torchserve.grpc_inference import InferenceApi, open_inference
-    from modelyard.plugins.torchserve.grpc_management import ManagementApi
-    from modelyard.plugins.torchserve.grpc_services import Api, GrpcFace
-
-    front, (first, second) = inference.front, dialect.grpc_addresses
-    most_bytes = dialect.max_response_size
-    methods = InferenceApi(front, inference.is_healthy, most_bytes, budget).methods()
-    if inference.has_oip:
-        described = oip.Inference(front, inference.repository).methods()
-        methods |= open_inference(described, oip.SERVICE)
-    apis = [
-        Api("inference", methods, check_at(first, oip.CHANGES.__contains__), first,
-            dialect.grpc_ages[0]),
-        Api("management", ManagementApi(management, inference.calls.answers).methods(),
-            management.check, second, dialect.grpc_ages[1]),
-    ]  # fmt: skip
-    return GrpcFace(
-        apis, lambda: why_not_ready(front.registry, front.state) is None, budget, settings, tls,
-        access,
-    )  # fmt: skip
 
 
 def _listen(

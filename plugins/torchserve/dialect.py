@@ -3,7 +3,8 @@
 import json
 import logging
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -47,25 +48,15 @@ MAX_REASON = 500
 UUID = re.compile(rb"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNORECASE)
 
 
-Respond = Callable[[RequestResponseCycle, list[str], bytes, str], Awaitable[Answer]]
-"""Called with a request, its path, body and id; what it raises is answered."""
-Begin = Callable[[RequestResponseCycle, list[str], Sequence[Buffer], str], bool]
-"""Called before that, with the body in parts; returns whether it has made a call."""
-
-
-class Dialect:
+class Dialect(ABC):
     """One API of TorchServe's, behind an `Application`.
 
     Args:
         check: the token check.
         answers: answers as `dialect_answers` makes them.
         document: the OpenAPI document of its port.
-        respond: answers what is not a call, once its body is there.
-        owns: whether a path is this API's, where one port carries several.
         calls: calls as of `Application`.
-        begin: makes calls of requests that say only in the body for which model they are.
         observers: answer the paths that they own beside this API's.
-        more: answers a request before all others where it returns True.
     """
 
     def __init__(
@@ -73,25 +64,37 @@ class Dialect:
         check: Check,
         answers: Answers,
         document: openapi.Document,
-        respond: Respond,
-        owns: Callable[[str], bool],
         calls: Calls | None = None,
-        begin: Begin | None = None,
         observers: Sequence[Observer] = (),
-        more: Callable[[RequestResponseCycle, str], bool] | None = None,
     ) -> None:
         check, route = with_observers(observers, check, self._route)
         self.application = Application(check, answers, route, calls)
         self.document = document
-        self.owns = owns
         self._answers = answers
-        self._respond = respond
-        self._begin = begin
-        self._more = more
+
+    @abstractmethod
+    def owns(self, path: str) -> bool:
+        """Return whether a path is this API's, where one port carries several."""
+
+    @abstractmethod
+    async def respond(
+        self, cycle: RequestResponseCycle, path: list[str], body: bytes, id: str
+    ) -> Answer:
+        """Answer what is not a call, once its body is there; what it raises is answered."""
+
+    def begin(
+        self, cycle: RequestResponseCycle, path: list[str], parts: Sequence[Buffer], id: str
+    ) -> bool:
+        """Make a call of a request that says only in the body for which model it is, or return."""
+        return False
+
+    def answer_first(self, cycle: RequestResponseCycle, id: str) -> bool:
+        """Answer a request that comes before all others, or return False."""
+        return False
 
     def _route(self, cycle: RequestResponseCycle, id: str) -> None:
         """Answer with the API's description, or as soon as the body is there."""
-        if self._more is not None and self._more(cycle, id):
+        if self.answer_first(cycle, id):
             return
         path = segments(cycle.path)
         if not path and cycle.method != "OPTIONS":
@@ -105,7 +108,7 @@ class Dialect:
         self, cycle: RequestResponseCycle, path: list[str], parts: Sequence[Buffer], id: str
     ) -> None:
         try:
-            if self._begin is not None and self._begin(cycle, path, parts, id):
+            if self.begin(cycle, path, parts, id):
                 return
         except ServeError as error:
             self._answers.send(cycle, id, *self._answers.error(error, id))
@@ -116,7 +119,7 @@ class Dialect:
         self, cycle: RequestResponseCycle, path: list[str], body: bytes, id: str
     ) -> None:
         try:
-            answer = await self._respond(cycle, path, body, id)
+            answer = await self.respond(cycle, path, body, id)
         except Exception as error:
             answer = self._answers.error(error, id)
         self._answers.send(cycle, id, *answer)
@@ -145,21 +148,27 @@ class Combined:
         return self._first.application.refuse(error, cycle)
 
 
-def scrape_dialect(metrics: Metrics, answers: Answers) -> Dialect:
-    """Return the metrics API: one path, in any method; it needs no token."""
+class Scrape(Dialect):
+    """The metrics API: one path, in any method; it needs no token."""
 
-    async def respond(cycle: RequestResponseCycle, path: list[str], body: bytes, id: str) -> Answer:
+    def __init__(self, metrics: Metrics, answers: Answers) -> None:
+        super().__init__(open_to_all, answers, openapi.server())
+        self._metrics = metrics
+
+    def owns(self, path: str) -> bool:
+        """Return whether it is that path."""
+        return segments(path) == ["metrics"]
+
+    async def respond(
+        self, cycle: RequestResponseCycle, path: list[str], body: bytes, id: str
+    ) -> Answer:
         """Return the metrics, all or those that `name[]` names."""
         if path != ["metrics"]:
             raise NoSuchRoute
         query = parse_qsl(cycle.query.decode("latin-1"))
         names = [value for name, value in query if name == "name[]"]
-        return 200, [(b"content-type", CONTENT_TYPE.encode())], metrics.text(names).encode()
-
-    def owns(path: str) -> bool:
-        return segments(path) == ["metrics"]
-
-    return Dialect(open_to_all, answers, openapi.server(), respond, owns)
+        headers = [(b"content-type", CONTENT_TYPE.encode())]
+        return 200, headers, self._metrics.text(names).encode()
 
 
 def dialect_answers(
@@ -258,6 +267,16 @@ def text_of(error: Exception) -> str:
     """Return what a client reads of an error; of one that nobody declared, its class only."""
     declared = isinstance(error, (ServeError, ArchiveError))
     return str(error) if declared else f"internal error ({type(error).__name__})"
+
+
+def with_class(message: str, kind: str) -> str:
+    """Return an error's text by gRPC: a message, and the name of a class of Java's.
+
+    Args:
+        kind: the class without its package, as `type` of an error by HTTP.
+    """
+    package = "archive.model" if "Model" in kind else "archive" if "Archive" in kind else "http"
+    return f"{message}\norg.pytorch.serve.{package}.{kind}"
 
 
 def segments(path: str) -> list[str]:

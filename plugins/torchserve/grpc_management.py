@@ -11,7 +11,7 @@ from grpc import StatusCode
 from modelyard.plugins.grpc.messages import parse
 from modelyard.plugins.grpc.protos import message
 from modelyard.plugins.grpc.rpc import Failure, Method, Rpc, code_of
-from modelyard.plugins.torchserve.grpc_services import with_class
+from modelyard.plugins.torchserve.dialect import with_class
 from modelyard.plugins.torchserve.management import TorchServeManagement
 from modelyard.serve.errors import BadRequest
 from modelyard.serve.front.begin import pack_fields

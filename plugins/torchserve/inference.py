@@ -56,7 +56,7 @@ def has_tensors(settings: TorchServeSettings) -> bool:
     return has_oip(settings) and settings.service_envelope in (None, OF_INSTANCES)
 
 
-class TorchServeInference:
+class TorchServeInference(Dialect):
     """Routes for clients."""
 
     def __init__(
@@ -76,15 +76,12 @@ class TorchServeInference:
         self._has_tensors = has_tensors(settings)
         self.front = Front(registry, metrics, state, rephrase)
         self.calls = Calls(self.front, answers, self._target, takes_codings=True)
-        self.dialect = Dialect(
-            check,
-            answers,
-            openapi.server("inference", *(["oip"] if self.has_oip else [])),
-            self._respond,
-            lambda path: True,
-            self.calls,
-            self._begin,
-        )
+        document = openapi.server("inference", *(["oip"] if self.has_oip else []))
+        super().__init__(check, answers, document, self.calls)
+
+    def owns(self, path: str) -> bool:
+        """Return whether a path is this API's, which takes what is nobody's."""
+        return True
 
     def _target(self, cycle: RequestResponseCycle) -> Target | None:
         """Return what a request asks a model for; None for all other requests."""
@@ -112,7 +109,7 @@ class TorchServeInference:
                 return Target(PREDICT, path[:-1], wire.LEGACY)
         return None
 
-    def _begin(
+    def begin(
         self, cycle: RequestResponseCycle, path: list[str], parts: Sequence[Buffer], id: str
     ) -> bool:
         """Call the model that an invocation names in its query or form, else the one there is."""
@@ -131,7 +128,7 @@ class TorchServeInference:
         names = {model.name for model in self._registry if model.at_start}
         return names.pop() if len(names) == 1 else None
 
-    async def _respond(
+    async def respond(
         self, cycle: RequestResponseCycle, path: list[str], body: bytes, id: str
     ) -> Answer:
         """Answer what is not a prediction."""

@@ -49,7 +49,7 @@ NO_WORKER = (
 )
 
 
-class TorchServeManagement:
+class TorchServeManagement(Dialect):
     """Routes for operators.
 
     Args:
@@ -72,85 +72,64 @@ class TorchServeManagement:
         self._tokens = tokens
         self.has_model_api = has_model_api
         self.check = tokens.check("management", ["/token"]) if tokens else open_to_all
-        self._answers = answers
+        self._observers = observers
+        self._routes = Routes("", "", answers, *(each for one in observers for each in one.routers))
         document = openapi.server("models", "one_model", "management")
-        routes = Routes("", "", answers, *(each for one in observers for each in one.routers))
+        super().__init__(self.check, answers, document, observers=observers)
 
-        def owns(path: str) -> bool:
-            return is_management(path) or any(each.owns(path) for each in observers)
+    def owns(self, path: str) -> bool:
+        """Return whether a path is this API's, or an observer's."""
+        return is_management(path) or any(each.owns(path) for each in self._observers)
 
-        def more(cycle: RequestResponseCycle, id: str) -> bool:
-            """Answer a request for an observer's route."""
-            if not routes.has(cycle.path):
-                return False
-            if cycle.method not in ("GET", "HEAD") and not has_model_api:
-                raise MethodNotAllowed
-            routes(cycle, id)
-            return True
+    def answer_first(self, cycle: RequestResponseCycle, id: str) -> bool:
+        """Answer a request for an observer's route."""
+        if not self._routes.has(cycle.path):
+            return False
+        if cycle.method not in ("GET", "HEAD") and not self.has_model_api:
+            raise MethodNotAllowed
+        self._routes(cycle, id)
+        return True
 
-        self.dialect = Dialect(
-            self.check, answers, document, self._respond, owns, observers=observers, more=more
-        )
-
-    async def _respond(
+    async def respond(
         self, cycle: RequestResponseCycle, path: list[str], body: bytes, id: str
     ) -> Answer:
-        """Answer a request by path and method."""
-        method, query = cycle.method, parameters(cycle.query)
-        if method == "HEAD":
-            method = "GET"
-        match path:
-            case ["models"]:
-                if method == "GET":
-                    return self.list_models(query)
-                if method == "POST" and self.has_model_api:
-                    return await self.register(_body_or_query(cycle, body, query))
-            case ["models", name]:
-                return await self._one(cycle, method, name, None, query, id)
-            case ["models", name, version]:
-                return await self._one(cycle, method, name, version, query, id)
-            case ["models", name, version, "set-default"]:
-                if method == "PUT":
-                    return self.set_default(name, version)
-            case ["v1", "models", name]:
-                if method == "GET":
-                    model = self._registry.get(name)
-                    return json_answer({"name": model.name, "ready": bool(model.pool.slots)})
-            case ["token"] if self._tokens is not None:
+        """Answer a request by method and path."""
+        query = parameters(cycle.query)
+        version = path[2] if len(path) > 2 else None
+        match "GET" if cycle.method == "HEAD" else cycle.method, path:
+            case "GET", ["models"]:
+                return self.list_models(query)
+            case "POST", ["models"] if self.has_model_api:
+                return await self.register(_body_or_query(cycle, body, query))
+            case "GET", ["models", name] | ["models", name, _]:
+                if boolean(query, "customized", False) and version != "all":
+                    return await self.describe_customized(name, version, pack_head(cycle, ""))
+                return self.describe(name, version)
+            case "PUT", ["models", name] | ["models", name, _]:
+                return await self.scale(name, version or query.get("model_version"), query)
+            case "DELETE", ["models", name] | ["models", name, _] if self.has_model_api:
+                return await self.unregister(name, version)
+            case "OPTIONS", ["models", name] | ["models", name, _]:
+                return json_answer(openapi.model_management(self._registry.get(name, version).name))
+            case "PUT", ["models", name, named, "set-default"]:
+                return self.set_default(name, named)
+            case "GET", ["v1", "models", name]:
+                model = self._registry.get(name)
+                return json_answer({"name": model.name, "ready": bool(model.pool.slots)})
+            case _, ["token"] if self._tokens is not None:
                 self._tokens.replace(query.get("type", ""), cycle.headers)
                 return 200, list(JSON), b"\n"
-            case ["workflows"]:
-                if method == "GET":
-                    return json_answer({"workflows": []})
-                if method == "POST":
-                    raise BadRequest(NO_WORKFLOWS)
-            case ["workflows", name]:
+            case "GET", ["workflows"]:
+                return json_answer({"workflows": []})
+            case "POST", ["workflows"]:
+                raise BadRequest(NO_WORKFLOWS)
+            case _, ["workflows", name]:
                 return error_answer(404, "WorkflowNotFoundException", f"Workflow not found: {name}")
-            case _:
-                raise NoSuchRoute
-        raise MethodNotAllowed
-
-    async def _one(
-        self,
-        cycle: RequestResponseCycle,
-        method: str,
-        name: str,
-        version: str | None,
-        query: Mapping[str, str],
-        id: str,
-    ) -> Answer:
-        """Answer a request for a model or one of its versions."""
-        if method == "GET":
-            if boolean(query, "customized", False) and version != "all":
-                return await self.describe_customized(name, version, pack_head(cycle, ""))
-            return self.describe(name, version)
-        if method == "PUT":
-            return await self.scale(name, version or query.get("model_version"), query)
-        if method == "DELETE" and self.has_model_api:
-            return await self.unregister(name, version)
-        if method == "OPTIONS":
-            return json_answer(openapi.model_management(self._registry.get(name, version).name))
-        raise MethodNotAllowed
+            case _, ["models"] | ["models", _] | ["models", _, _] | ["models", _, _, "set-default"]:
+                raise MethodNotAllowed
+            case _, ["v1", "models", _] | ["workflows"]:
+                raise MethodNotAllowed
+        raise NoSuchRoute
 
     def list_models(self, query: Mapping[str, Any]) -> Answer:
         """Answer with a page of the models' names and locations."""
