@@ -225,12 +225,9 @@ def _read_file(file: Path, environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _from_command_line(options: CommandLine) -> dict[str, str]:
-    values = {
-        "model_store": options.model_store,
-        "workflow_store": options.workflow_store,
+    keys = ("model_store", "workflow_store", "cpp_log_config", "plugins_path")
+    values: dict[str, str | None] = {key: getattr(options, key) for key in keys} | {
         "load_models": ",".join(options.models) if options.models else None,
-        "cpp_log_config": options.cpp_log_config,
-        "plugins_path": options.plugins_path,
         "disable_token_authorization": "true" if options.disable_token_auth else None,
         "enable_model_api": "true" if options.enable_model_api else None,
     }

@@ -249,7 +249,7 @@ def form_field(headers: Iterable[tuple[bytes, bytes]], body: bytes, name: str) -
         raise BadRequest(f"the Content-Type is longer than {MAX_CONTENT_TYPE} characters")
     message = Message()
     message["content-type"] = content_type
-    kind = message.get_content_type() if content_type else ""
+    kind = message.get_content_type()
     if kind == "application/x-www-form-urlencoded":
         return dict(parse_qsl(body.decode("latin-1"), keep_blank_values=True)).get(name)
     if kind != "multipart/form-data" or not message.get_boundary():

@@ -43,14 +43,11 @@ ANSWERS = (
 """What an answer is measured by, and how much of a value is written."""
 
 
-Add = Callable[[float], None]
-
-
 class Inferences(NamedTuple):
     """The metrics of one model and the version that its clients ask for."""
 
-    requested: Callable[[], None] | None
-    """Counts a request."""
+    requested: Callable[[float], None]
+    """Counts requests."""
     answered: Sequence[Callable[..., None]]
     """Each takes all three values of an answer."""
 
@@ -83,7 +80,7 @@ class TorchServeMetrics:
         self._handlers = HandlerMetrics(
             self._hostname, declared, self.auto_detect, frozenset(self._families)
         )
-        self._statuses = {each: self._counter(f"Requests{each}XX", {}) for each in (2, 4, 5)}
+        self._statuses = {each: self._adder(f"Requests{each}XX", {}) for each in (2, 4, 5)}
         self._thread_time = self._adder("WorkerThreadTime", {})
         self._inferences: dict[tuple[str, str | None], Inferences] = {}
         self._interval_s = settings.metric_time_interval
@@ -99,24 +96,17 @@ class TorchServeMetrics:
 
     def add(self, name: str, value: float, **labels: str) -> None:
         """Count, set or observe a metric of the server's own."""
-        if (add := self._adder(name, labels)) is not None:
-            add(float(value))
+        self._adder(name, labels)(float(value))
 
-    def _adder(self, name: str, labels: Mapping[str, str]) -> Add | None:
-        """Return what takes a metric's values; None where nobody sees them."""
-        if (family := self._families.get(name)) is None:
-            return None
-        if self._is_exposed(name):
+    def _adder(self, name: str, labels: Mapping[str, str]) -> Callable[[float], None]:
+        """Return what takes a metric's values; they go nowhere if nobody sees them."""
+        family = self._families.get(name)
+        if family is not None and self._is_exposed(name):
             return partial(family.add, self._values(family, labels))
-        if self._own_lines is None:
-            return None
+        if family is None or self._own_lines is None:
+            return lambda value: None
         line = self._line(family, labels, "%s")
         return self._own_lines(lambda second, value: (line % (value, second),))
-
-    def _counter(self, name: str, labels: Mapping[str, str]) -> Callable[[], None] | None:
-        """Return what counts one more."""
-        add = self._adder(name, labels)
-        return None if add is None else partial(add, 1.0)
 
     def _answer(self, labels: Mapping[str, str]) -> Iterator[Callable[..., None]]:
         """Yield what takes the values of an answer: one for each that is exposed, for lines one."""
@@ -151,21 +141,19 @@ class TorchServeMetrics:
 
     def answered(self, status: int) -> None:
         """Count an answer of the inference or the management API."""
-        count = self._statuses.get(status // 100)
-        if count is not None:
-            count()
+        if (count := self._statuses.get(status // 100)) is not None:
+            count(1.0)
 
     def _of(self, model: str, version: str | None) -> Inferences:
         labels = {"model_name": model, "model_version": version or "default"}
-        counter = self._counter("ts_inference_requests_total", labels)
+        counter = self._adder("ts_inference_requests_total", labels)
         found = self._inferences[model, version] = Inferences(counter, [*self._answer(labels)])
         return found
 
     def accepted(self, model: str, version: str | None) -> None:
         """Count a request for a prediction or an explanation."""
         of = self._inferences.get((model, version)) or self._of(model, version)
-        if of.requested is not None:
-            of.requested()
+        of.requested(1.0)
 
     def inferred(self, model: str, version: str | None, queued_s: float, total_s: float) -> None:
         """Take note of one answer: how long it waited, and how long it took altogether."""
@@ -186,7 +174,7 @@ class TorchServeMetrics:
                 self._handlers.record(record)
             elif self._log_record is not None:
                 self._log_record(record)
-            if record.name == "PredictionTime" and self._thread_time is not None:
+            if record.name == "PredictionTime":
                 self._thread_time(max(0.0, seconds * 1e3 - record.value))
 
     def _record_line(self, second: int, record: Record) -> Sequence[str]:

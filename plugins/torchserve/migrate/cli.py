@@ -18,7 +18,7 @@ from modelyard.base.terminal import err, format_bytes, out, plain_table
 from modelyard.serve.cli import known_errors
 
 if TYPE_CHECKING:
-    from modelyard.plugins.torchserve.migrate.models import Finding, Report
+    from modelyard.plugins.torchserve.migrate.examine import Finding, Report
 
 MOST_INDENT = 24
 """Widest column of what stands beside a key or model; a longer one has a line of its own."""
@@ -81,11 +81,11 @@ def migrate(
             lambda text: status.update(f"looking at {text}"),
         )
     if json_output:
-        out.print_json(json.dumps({"can_move": not report.fails, **asdict(report)}))
+        out.print_json(json.dumps({"can_move": not report.count("fails"), **asdict(report)}))
     else:
         for part in _for_people(report):
             out.print(part)
-    if report.fails:
+    if report.count("fails"):
         raise typer.Exit(1)
 
 
