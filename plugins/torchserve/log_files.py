@@ -9,7 +9,6 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from modelyard.plugins.torchserve.layout import FINEST, BadPattern, DateFormat
 from modelyard.plugins.torchserve.log_config import Appender, Rolling
@@ -18,17 +17,7 @@ from modelyard.serve.dataplane.log_file import Console, LogFile, make_room
 _DATE_OR_INDEX = re.compile(r"%(?:d(?:ate)?(?:\{([^}]*)\})?|(0\d+)?i)")
 
 
-class Sink(Protocol):
-    """Takes encoded lines; called by one thread."""
-
-    def write(self, data: bytes, now: float) -> int:
-        """Write whole lines; return how many were lost."""
-
-    def close(self) -> None:
-        """Write what waits, as far as it can be written soon."""
-
-
-def open_sink(appender: Appender) -> Sink | None:
+def open_sink(appender: Appender) -> "Sink | None":
     """Return what writes the lines of an appender; None where nobody would see them.
 
     Raises:
@@ -51,7 +40,7 @@ class ConsoleSink(Console):
     """The console, as a sink."""
 
     def write(self, data: bytes, now: float) -> int:
-        """Hand lines to its thread."""
+        """Hand lines to its thread; return how many were lost."""
         return self.append(data)
 
 
@@ -72,7 +61,7 @@ class FileSink(LogFile):
             self._roll()
 
     def write(self, data: bytes, now: float) -> int:
-        """Write lines, into a new file where one is due."""
+        """Write whole lines, into a new file where one is due; return how many were lost."""
         if self._rolling.period is not None and (period := self._period_at(now)) != self._period:
             self._period = period
             if self._size:
@@ -108,6 +97,10 @@ class FileSink(LogFile):
         self.file.replace(plain)
         self._packing = threading.Thread(target=_pack, args=(plain, to), name="log-pack")
         self._packing.start()
+
+
+Sink = ConsoleSink | FileSink
+"""Takes encoded lines; used by one thread."""
 
 
 def _aside(file: Path, rolling: Rolling, written_at: float) -> Path:

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 
@@ -43,13 +43,9 @@ ANSWERS = (
 """What an answer is measured by, and how much of a value is written."""
 
 
-class Inferences(NamedTuple):
-    """The metrics of one model and the version that its clients ask for."""
-
-    requested: Callable[[float], None]
-    """Counts requests."""
-    answered: Sequence[Callable[..., None]]
-    """Each takes all three values of an answer."""
+Inferences = tuple[Callable[[float], None], Sequence[Callable[..., None]]]
+"""What counts requests of one model and the version that its clients ask for, and what takes all
+three values of an answer."""
 
 
 class TorchServeMetrics:
@@ -147,18 +143,18 @@ class TorchServeMetrics:
     def _of(self, model: str, version: str | None) -> Inferences:
         labels = {"model_name": model, "model_version": version or "default"}
         counter = self._adder("ts_inference_requests_total", labels)
-        found = self._inferences[model, version] = Inferences(counter, [*self._answer(labels)])
+        found = self._inferences[model, version] = counter, [*self._answer(labels)]
         return found
 
     def accepted(self, model: str, version: str | None) -> None:
         """Count a request for a prediction or an explanation."""
-        of = self._inferences.get((model, version)) or self._of(model, version)
-        of.requested(1.0)
+        count, _ = self._inferences.get((model, version)) or self._of(model, version)
+        count(1.0)
 
     def inferred(self, model: str, version: str | None, queued_s: float, total_s: float) -> None:
         """Take note of one answer: how long it waited, and how long it took altogether."""
-        of = self._inferences.get((model, version)) or self._of(model, version)
-        for take in of.answered:
+        _, answered = self._inferences.get((model, version)) or self._of(model, version)
+        for take in answered:
             take(total_s * 1e6, queued_s * 1e6, queued_s * 1e3)
 
     def worker_loaded(self, worker: str, seconds: float) -> None:

@@ -1,7 +1,6 @@
 """An installation → the report. `torchserve` reads configuration and archives alike."""
 
 import asyncio
-import importlib.util
 import logging
 import os
 import re
@@ -19,6 +18,7 @@ from packaging.utils import canonicalize_name
 
 from modelyard.archiver import Archive, ArchiveError, open_archive
 from modelyard.archiver.source_checks import Source, known_modules, unmet_imports
+from modelyard.base.extras import is_installed
 from modelyard.base.terminal import format_bytes
 from modelyard.plugins.torchserve import NO_WORKFLOWS
 from modelyard.plugins.torchserve.archiver.archive import BUILTIN_HANDLERS
@@ -297,7 +297,7 @@ def _look_at_code(policy: TorchServePolicy, archive: Archive, label: str) -> Ite
             if unmet.module.startswith("ts."):
                 advice = "do without it, or pack a copy under a name of your own"
                 yield Finding(status, label, f"{where} workers do not have", advice)
-            elif not _is_installed(unmet.module):
+            elif not is_installed(unmet.module):
                 yield Finding(status, label, f"{where} is not installed here", INSTALL)
 
 
@@ -340,14 +340,6 @@ def _requirements(text: str) -> Iterator[Requirement]:
             yield Requirement(line.partition(" #")[0].partition("--hash")[0].strip(" \\"))
         except InvalidRequirement:
             continue
-
-
-def _is_installed(module: str) -> bool:
-    """Return whether a module is there, without importing it."""
-    try:
-        return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):
-        return False
 
 
 # -- the report --------------------------------------------------------------------------------
