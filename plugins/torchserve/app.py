@@ -6,7 +6,7 @@ from collections.abc import Callable
 from modelyard.base.extras import what_is_missing
 from modelyard.plugins.torchserve.configuration import read_tls
 from modelyard.plugins.torchserve.dialect import Combined, Dialect, Scrape, dialect_answers
-from modelyard.plugins.torchserve.inference import TorchServeInference, has_tensors
+from modelyard.plugins.torchserve.inference import TorchServeInference, has_tensors, rephrase
 from modelyard.plugins.torchserve.log_config import ACCESS_LOG, MODEL_LOG
 from modelyard.plugins.torchserve.logs import Logs, access_line
 from modelyard.plugins.torchserve.management import TorchServeManagement
@@ -21,7 +21,7 @@ from modelyard.serve.control.registry import Registry
 from modelyard.serve.control.repository import Repository
 from modelyard.serve.dataplane.budget import AnswerBudget
 from modelyard.serve.dataplane.metrics import Metrics
-from modelyard.serve.front.begin import ServerState
+from modelyard.serve.front.begin import Front, ServerState
 from modelyard.serve.http.application import Check, changes_models, check_changes, open_to_all
 from modelyard.serve.http.connection import Access
 from modelyard.serve.http.listener import Listener, Tls
@@ -66,14 +66,13 @@ def create_server(dialect: TorchServeSettings, logs: Logs | None, settings: Sett
     repository = Repository(lifecycle, dialect.enable_model_api and is_safe, "enable_model_api")
     answers = dialect_answers(state, dialect, observer.answered if observer else None)
     answers.adds_error = has_tensors(dialect)
-    inference = TorchServeInference(
-        registry, metrics, check_at(dialect.inference_address), state, answers, dialect, repository
-    )
+    front, check = Front(registry, metrics, state, rephrase), check_at(dialect.inference_address)
+    inference = TorchServeInference(front, check, answers, dialect, repository)
     grants = tokens.grants if tokens else None
     host = Host(lifecycle, metrics, answers, grants, dialect.enable_model_api, [MODEL_LOG])
     observers = make_observers(host)
     management = TorchServeManagement(
-        registry, lifecycle, observers, tokens, answers, dialect.enable_model_api
+        lifecycle, observers, tokens, answers, dialect.enable_model_api
     )
     recorder.start()
     apis: list[Dialect] = [inference, management]
@@ -108,13 +107,12 @@ def _listen(
         groups.setdefault(address, []).append(api)
     if addresses[0] == addresses[1]:  # such a port answers for all three
         groups[addresses[0]] = apis
-    ports = {
-        address: Combined(group) if len(group) > 1 else group[0].application
+    ports = [
+        (Combined(group) if len(group) > 1 else group[0].application, address)
         for address, group in groups.items()
-    }
+    ]
     origins = [dialect.cors_allowed_origin] if dialect.cors_allowed_origin else []
-    served = [(port, at) for at, port in ports.items()]
-    bound = listen(served, settings, budget, tls, access, origins)
-    listeners = dict(zip(ports, bound, strict=True))
+    bound = listen(ports, settings, budget, tls, access, origins)
+    listeners = dict(zip(groups, bound, strict=True))
     inference, management, *scraped = (listeners[address] for address in addresses)
     return inference, management, scraped[0] if scraped else None

@@ -128,7 +128,8 @@ def load_configuration(
         "model_store": directory / typed.get("model_store", ""),
         "models": _split(typed.get("load_models", "")),
         "allowed_hosts": _split(typed.get("allowed_hosts", "")),
-        "state_dir": state_dir(environment),
+        "state_dir": Path(environment.get("TEMP") or tempfile.gettempdir())
+        / f".modelyard-torchserve-{getuid()}",  # one server for each temp folder
         "device": "cpu" if typed.get("number_of_gpu") == 0 else None,
         "queue_size": typed.get("job_queue_size"),
         "request_timeout_s": UNLIMITED_S,
@@ -154,12 +155,6 @@ def load_configuration(
     except ValidationError as error:
         raise StartError(describe_problems(error)) from error
     return Configuration(settings, dialect, notices)
-
-
-def state_dir(environment: Mapping[str, str]) -> Path:
-    """Return the server's own folder in the temp folder: one server for each of those."""
-    temp = environment.get("TEMP") or tempfile.gettempdir()
-    return Path(temp) / f".modelyard-torchserve-{getuid()}"
 
 
 def parse_address(key: str, text: str) -> Address:

@@ -11,22 +11,11 @@ from urllib.parse import parse_qsl
 from modelyard.archiver import ArchiveError
 from modelyard.plugins.torchserve import openapi
 from modelyard.plugins.torchserve.settings import TorchServeSettings
+from modelyard.serve import errors
 from modelyard.serve.api.metrics import CONTENT_TYPE
 from modelyard.serve.dataplane.call import Stream
 from modelyard.serve.dataplane.metrics import Metrics
 from modelyard.serve.dataplane.wire import Buffer, Payload
-from modelyard.serve.errors import (
-    BadMessage,
-    BodyTooLarge,
-    FetchFailed,
-    MethodNotAllowed,
-    NoSuchRoute,
-    ServeError,
-    Unauthorized,
-    Unavailable,
-    UrlRefused,
-    http_status,
-)
 from modelyard.serve.front.begin import ServerState
 from modelyard.serve.http.application import (
     Answers,
@@ -98,7 +87,7 @@ class Dialect(ABC):
             return
         path = segments(cycle.path)
         if not path and cycle.method != "OPTIONS":
-            raise MethodNotAllowed
+            raise errors.MethodNotAllowed
         if not path or path == ["api-description"]:
             self._answers.send(cycle, id, *json_answer(self.document))
         else:
@@ -110,7 +99,7 @@ class Dialect(ABC):
         try:
             if self.begin(cycle, path, parts, id):
                 return
-        except ServeError as error:
+        except errors.ServeError as error:
             self._answers.send(cycle, id, *self._answers.error(error, id))
         else:
             cycle.run(self._run(cycle, path, b"".join(parts), id))
@@ -164,7 +153,7 @@ class Scrape(Dialect):
     ) -> Answer:
         """Return the metrics, all or those that `name[]` names."""
         if path != ["metrics"]:
-            raise NoSuchRoute
+            raise errors.NoSuchRoute
         query = parse_qsl(cycle.query.decode("latin-1"))
         names = [value for name, value in query if name == "name[]"]
         headers = [(b"content-type", CONTENT_TYPE.encode())]
@@ -206,7 +195,7 @@ class DialectAnswers(Answers):
             body = _with_error(body)
         super().send(cycle, id, status, headers, body)
 
-    def send_refusal(self, cycle: RequestResponseCycle, id: str, error: Unavailable) -> None:
+    def send_refusal(self, cycle: RequestResponseCycle, id: str, error: errors.Unavailable) -> None:
         """Send the answer to a call that is not taken."""
         if self._is_of_tensors(cycle):
             self.send(cycle, id, *self.error(error, id))
@@ -237,26 +226,26 @@ def _with_error(body: bytes | bytearray) -> bytes:
     return (json.dumps({**content, "error": content["message"]}, indent=2) + "\n").encode()
 
 
-class Refused(Unavailable):
+class Refused(errors.Unavailable):
     """No worker takes a request; TorchServe's words, and ours as the reason."""
 
-    def __init__(self, message: str, cause: Unavailable) -> None:
+    def __init__(self, message: str, cause: errors.Unavailable) -> None:
         super().__init__(message, cause.retry_after_s)
         self.reason = str(cause)
 
 
 def form_error(error: Exception, id: str) -> Answer:
     """Return status, headers and body for an error."""
-    if isinstance(error, BodyTooLarge):
+    if isinstance(error, errors.BodyTooLarge):
         return 413, [], b""
-    if isinstance(error, BadMessage):
+    if isinstance(error, errors.BadMessage):
         return error_answer(400, "BadRequestException", "Invalid HTTP message.", str(error))
-    status, kind = http_status(error)
-    if isinstance(error, Unauthorized):
+    status, kind = errors.http_status(error)
+    if isinstance(error, errors.Unauthorized):
         status = 400
-    reason = error.reason if isinstance(error, FetchFailed | UrlRefused) else None
+    reason = error.reason if isinstance(error, errors.FetchFailed | errors.UrlRefused) else None
     answer = error_answer(status, kind, text_of(error), reason)
-    if isinstance(error, Unavailable):
+    if isinstance(error, errors.Unavailable):
         answer[1].append((b"retry-after", str(error.retry_after_s).encode()))
     if isinstance(error, Refused):
         answer[1].append((REASON, error.reason.encode("ascii", "replace")))
@@ -265,7 +254,7 @@ def form_error(error: Exception, id: str) -> Answer:
 
 def text_of(error: Exception) -> str:
     """Return what a client reads of an error; of one that nobody declared, its class only."""
-    declared = isinstance(error, (ServeError, ArchiveError))
+    declared = isinstance(error, (errors.ServeError, ArchiveError))
     return str(error) if declared else f"internal error ({type(error).__name__})"
 
 

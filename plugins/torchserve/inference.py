@@ -27,16 +27,14 @@ from modelyard.plugins.torchserve.dialect import (
 from modelyard.plugins.torchserve.settings import TorchServeSettings
 from modelyard.serve.api.inference import KINDS, METHODS, Calls, split_verb, target_of_v2
 from modelyard.serve.api.oip import asks_for_ready, refuse_overrides
-from modelyard.serve.control.registry import Registry
 from modelyard.serve.control.repository import Repository
 from modelyard.serve.dataplane import wire
 from modelyard.serve.dataplane.call import EXPLAIN, PREDICT, Target
 from modelyard.serve.dataplane.form import MAX_CONTENT_TYPE, read_parts
-from modelyard.serve.dataplane.metrics import Metrics
 from modelyard.serve.dataplane.wire import Buffer
 from modelyard.serve.errors import BadRequest, MethodNotAllowed, NoSuchRoute, Unavailable
 from modelyard.serve.front import models
-from modelyard.serve.front.begin import Front, ServerState, find_model
+from modelyard.serve.front.begin import Front, find_model
 from modelyard.serve.http.application import Answers, Check
 from modelyard.serve.http.connection import Answer, RequestResponseCycle
 
@@ -61,21 +59,17 @@ class TorchServeInference(Dialect):
 
     def __init__(
         self,
-        registry: Registry,
-        metrics: Metrics,
+        front: Front,
         check: Check,
-        state: ServerState,
         answers: Answers,
         settings: TorchServeSettings,
         repository: Repository,
     ) -> None:
         self.repository = repository
-        self._registry = registry
-        self._state = state
+        self.front, self._registry, self._state = front, front.registry, front.state
         self.has_oip = has_oip(settings)
         self._has_tensors = has_tensors(settings)
-        self.front = Front(registry, metrics, state, rephrase)
-        self.calls = Calls(self.front, answers, self._target, takes_codings=True)
+        self.calls = Calls(front, answers, self._target, takes_codings=True)
         document = openapi.server("inference", *(["oip"] if self.has_oip else []))
         super().__init__(check, answers, document, self.calls)
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from zoneinfo import ZoneInfo
 
 TORCHSERVE_LEVELS = {"WARNING": "WARN", "CRITICAL": "FATAL"}
@@ -126,28 +126,23 @@ class _Field(NamedTuple):
     """One conversion of a pattern, or the text between two."""
 
     kind: str
-    content: Any
+    content: str | DateFormat
     match: re.Match[str] | None = None
 
     def bind(self, said: Said) -> str | DateFormat:
         """Return the text for one source, or what makes it of a time."""
-        text = self.content
-        match self.kind:
-            case "d":
-                date: DateFormat = self.content
-                return date
-            case "p" | "t" | "c":
-                text = {"p": said.level, "t": said.thread, "c": said.logger}[self.kind]
-                if self.kind == "c" and self.content.isdigit() and int(self.content):
-                    text = ".".join(text.split(".")[-int(self.content) :])
-            case "n" | "%" | "ex" | "pid":
-                text = {"n": "\n", "%": "%", "ex": "", "pid": str(os.getpid())}[self.kind]
+        if isinstance(self.content, DateFormat):
+            return self.content
+        known = {"p": said.level, "t": said.thread, "c": said.logger, "pid": str(os.getpid())}
+        text = {**known, "n": "\n", "%": "%", "ex": ""}.get(self.kind, self.content)
+        if self.kind == "c" and self.content.isdigit() and int(self.content):
+            text = ".".join(text.split(".")[-int(self.content) :])
         if self.match is None:
-            return str(text)
+            return text
         if self.match["most"]:
             text = text[-int(self.match["most"]) :] if int(self.match["most"]) else text
         least = int(self.match["least"] or 0)
-        return str(text.ljust(least) if self.match["left"] else text.rjust(least))
+        return text.ljust(least) if self.match["left"] else text.rjust(least)
 
 
 class Layout:

@@ -134,9 +134,6 @@ def _parse_xml(content: bytes) -> Node:
         open_nodes[-1].children.append(node)
         open_nodes.append(node)
 
-    def end(name: str) -> None:
-        open_nodes.pop()
-
     def characters(text: str) -> None:
         open_nodes[-1].text += text
 
@@ -146,7 +143,7 @@ def _parse_xml(content: bytes) -> Node:
         )
 
     parser.StartElementHandler = start
-    parser.EndElementHandler = end
+    parser.EndElementHandler = lambda name: open_nodes.pop()
     parser.CharacterDataHandler = characters
     parser.StartDoctypeDeclHandler = refuse
     try:

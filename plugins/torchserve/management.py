@@ -19,24 +19,16 @@ from modelyard.plugins.torchserve.dialect import (
     status_answer,
 )
 from modelyard.plugins.torchserve.tokens import Tokens
+from modelyard.serve import errors
 from modelyard.serve.api.inference import pack_head
 from modelyard.serve.api.management import describe_settings, memory_bytes
 from modelyard.serve.api.routes import Routes
 from modelyard.serve.control.model_config import ModelConfig, Options
 from modelyard.serve.control.register import Lifecycle
-from modelyard.serve.control.registry import ModelVersion, Registry
+from modelyard.serve.control.registry import ModelVersion
 from modelyard.serve.dataplane import wire
 from modelyard.serve.dataplane.call import PREDICT, Call, Reply
 from modelyard.serve.dataplane.pool import ReplicaSlot
-from modelyard.serve.errors import (
-    BadRequest,
-    LoadFailed,
-    MethodNotAllowed,
-    NoSuchRoute,
-    Unavailable,
-    VersionNotFound,
-    http_status,
-)
 from modelyard.serve.http.application import Answers, open_to_all
 from modelyard.serve.http.connection import Answer, RequestResponseCycle
 from modelyard.serve.observers import Observer
@@ -60,15 +52,13 @@ class TorchServeManagement(Dialect):
 
     def __init__(
         self,
-        registry: Registry,
         lifecycle: Lifecycle,
         observers: Sequence[Observer],
         tokens: Tokens | None,
         answers: Answers,
         has_model_api: bool,
     ) -> None:
-        self._registry = registry
-        self._lifecycle = lifecycle
+        self._lifecycle, self._registry = lifecycle, lifecycle.registry
         self._tokens = tokens
         self.has_model_api = has_model_api
         self.check = tokens.check("management", ["/token"]) if tokens else open_to_all
@@ -86,7 +76,7 @@ class TorchServeManagement(Dialect):
         if not self._routes.has(cycle.path):
             return False
         if cycle.method not in ("GET", "HEAD") and not self.has_model_api:
-            raise MethodNotAllowed
+            raise errors.MethodNotAllowed
         self._routes(cycle, id)
         return True
 
@@ -122,14 +112,14 @@ class TorchServeManagement(Dialect):
             case "GET", ["workflows"]:
                 return json_answer({"workflows": []})
             case "POST", ["workflows"]:
-                raise BadRequest(NO_WORKFLOWS)
+                raise errors.BadRequest(NO_WORKFLOWS)
             case _, ["workflows", name]:
                 return error_answer(404, "WorkflowNotFoundException", f"Workflow not found: {name}")
             case _, ["models"] | ["models", _] | ["models", _, _] | ["models", _, _, "set-default"]:
-                raise MethodNotAllowed
+                raise errors.MethodNotAllowed
             case _, ["v1", "models", _] | ["workflows"]:
-                raise MethodNotAllowed
-        raise NoSuchRoute
+                raise errors.MethodNotAllowed
+        raise errors.NoSuchRoute
 
     def list_models(self, query: Mapping[str, Any]) -> Answer:
         """Answer with a page of the models' names and locations."""
@@ -147,9 +137,9 @@ class TorchServeManagement(Dialect):
     async def register(self, values: Mapping[str, Any]) -> Answer:
         """Register a model version as the parameters say."""
         if (url := values.get("url")) is None:
-            raise BadRequest("Parameter url is required.")
+            raise errors.BadRequest("Parameter url is required.")
         if boolean(values, "s3_sse_kms", False):
-            raise BadRequest("s3_sse_kms: signed requests to S3 are not supported")
+            raise errors.BadRequest("s3_sse_kms: signed requests to S3 are not supported")
         workers = integer(values, "initial_workers", -1)
         is_synchronous = boolean(values, "synchronous", True)
         try:
@@ -160,7 +150,7 @@ class TorchServeManagement(Dialect):
                 _options(values),
                 synchronous=is_synchronous,
             )
-        except LoadFailed as error:
+        except errors.LoadFailed as error:
             name, version = error.model or ("", "")
             return _failed_to_start(error, name, version)
         count = model.pool.least
@@ -182,13 +172,13 @@ class TorchServeManagement(Dialect):
         least = integer(query, "min_worker", 1)
         most = integer(query, "max_worker", least)
         if most < least:
-            raise BadRequest("max_worker cannot be less than min_worker.")
+            raise errors.BadRequest("max_worker cannot be less than min_worker.")
         _limited("min_worker", least)
         model = self._registry.get(name, version)
         is_synchronous = boolean(query, "synchronous", False)
         try:
             await self._lifecycle.scale(model, least, most, is_synchronous)
-        except LoadFailed as error:
+        except errors.LoadFailed as error:
             return _failed_to_start(error, name, version or "null")
         if not is_synchronous:
             return status_answer("Processing worker updates...", 202)
@@ -199,8 +189,8 @@ class TorchServeManagement(Dialect):
         """Have a version answer where clients name none."""
         try:
             self._lifecycle.set_default(name, version)
-        except VersionNotFound as error:
-            status, kind = http_status(error)
+        except errors.VersionNotFound as error:
+            status, kind = errors.http_status(error)
             text = f"Model version {version} does not exist for model {name}"
             return error_answer(status, kind, text)
         return status_answer(
@@ -224,8 +214,8 @@ class TorchServeManagement(Dialect):
         Call(model, PREDICT, head, future, flags=wire.DESCRIBE, must_fit=False).submit([b""])
         try:
             reply = await future
-        except Unavailable as error:
-            raise Unavailable(NO_WORKER.format(model.name), error.retry_after_s) from error
+        except errors.Unavailable as error:
+            raise errors.Unavailable(NO_WORKER.format(model.name), error.retry_after_s) from error
         body = bytes(reply.body) if isinstance(reply.body, bytes | bytearray) else b""
         if reply.status != 200:
             fields = wire.unpack_meta(reply.headers)
@@ -249,18 +239,18 @@ def _body_or_query(
     try:
         values = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise BadRequest(f"the body is not valid JSON: {error}") from error
+        raise errors.BadRequest(f"the body is not valid JSON: {error}") from error
     if not isinstance(values, dict):
-        raise BadRequest(f"the body is not a JSON object but {type(values).__name__}")
+        raise errors.BadRequest(f"the body is not a JSON object but {type(values).__name__}")
     return values
 
 
 def _options(values: Mapping[str, Any]) -> Options:
     runtime = _text(values, "runtime")
     if runtime is not None and runtime not in RUNTIMES:
-        raise BadRequest(f"Invalid RuntimeType value: {runtime}")
+        raise errors.BadRequest(f"Invalid RuntimeType value: {runtime}")
     if runtime == "LSP":
-        raise BadRequest("runtime LSP: there is no C++ backend; expected python or python3")
+        raise errors.BadRequest("runtime LSP: there is no C++ backend; expected python or python3")
     delay = integer(values, "max_batch_delay", -1)
     return Options(
         batch_size=_positive(values, "batch_size"),
@@ -275,7 +265,7 @@ def _options(values: Mapping[str, Any]) -> Options:
 def _text(values: Mapping[str, Any], name: str) -> str | None:
     value = values.get(name)
     if value is not None and not isinstance(value, str):
-        raise BadRequest(f"{name}: expected text, got {value!r}")
+        raise errors.BadRequest(f"{name}: expected text, got {value!r}")
     return value or None
 
 
@@ -286,12 +276,12 @@ def _positive(values: Mapping[str, Any], name: str) -> int | None:
 
 def _limited(name: str, workers: int) -> int:
     if not 0 <= workers <= MOST_WORKERS:
-        raise BadRequest(f"{name}: expected 0 to {MOST_WORKERS}, got {workers}")
+        raise errors.BadRequest(f"{name}: expected 0 to {MOST_WORKERS}, got {workers}")
     return workers
 
 
-def _failed_to_start(error: LoadFailed, name: str, version: str) -> Answer:
-    status, kind = http_status(error)
+def _failed_to_start(error: errors.LoadFailed, name: str, version: str) -> Answer:
+    status, kind = errors.http_status(error)
     text = f"Failed to start workers for model {name} version: {version}"
     return error_answer(status, kind, text, str(error))
 

@@ -63,7 +63,6 @@ class TorchServeMetrics:
         config = read_config(settings.metrics_config or DEFAULT_CONFIG)
         self.model_metrics: dict[str, Any] = config.get("model_metrics") or {}
         """Metrics as the configuration declares them, for the workers."""
-        self.auto_detect = settings.model_metrics_auto_detect
         self.mode = settings.metrics_mode
         self.is_alone = self.mode == "log"
         self._own_lines = logs.lines(TS_METRICS) if logs else None
@@ -74,13 +73,12 @@ class TorchServeMetrics:
         self._host = {"Level": "Host", "Hostname": self._hostname, "hostname": self._hostname}
         declared = list(_families(self.model_metrics, ("Hostname",)))
         self._handlers = HandlerMetrics(
-            self._hostname, declared, self.auto_detect, frozenset(self._families)
+            self._hostname, declared, settings.model_metrics_auto_detect, frozenset(self._families)
         )
         self._statuses = {each: self._adder(f"Requests{each}XX", {}) for each in (2, 4, 5)}
         self._thread_time = self._adder("WorkerThreadTime", {})
         self._inferences: dict[tuple[str, str | None], Inferences] = {}
-        self._interval_s = settings.metric_time_interval
-        self._collects = not settings.disable_system_metrics
+        self._settings = settings
         self._is_stopping = threading.Event()
 
     @property
@@ -201,15 +199,15 @@ class TorchServeMetrics:
         """Return what is exposed: nothing in log mode, all families of these names otherwise."""
         if self.mode == "log":
             return ""
-        if self.mode == "legacy":
-            return text((f for f in self._families.values() if f.name in LEGACY), names, is_open)
-        return text((*self._families.values(), *self._handlers.families.values()), names, is_open)
+        exposed = [family for name, family in self._families.items() if self._is_exposed(name)]
+        handlers = self._handlers.families.values() if self.mode == "prometheus" else ()
+        return text((*exposed, *handlers), names, is_open)
 
     # -- the machine ---------------------------------------------------------------------------
 
     def start(self) -> None:
         """Measure the machine now and then, in a thread that ends with the process or `stop`."""
-        if self._collects:
+        if not self._settings.disable_system_metrics:
             threading.Thread(target=self._collect, name="system-metrics", daemon=True).start()
 
     def stop(self) -> None:
@@ -218,13 +216,13 @@ class TorchServeMetrics:
 
     def _collect(self) -> None:
         psutil.cpu_percent()  # the next one is since then
-        wait_s = CPU_SAMPLE_S
+        wait_s: float = CPU_SAMPLE_S
         while not self._is_stopping.wait(wait_s):
             try:
                 self._measure_machine()
             except (OSError, ValueError, subprocess.SubprocessError) as error:
                 logger.warning("the system metrics cannot be read: %s", error)
-            wait_s = self._interval_s
+            wait_s = self._settings.metric_time_interval
 
     def _measure_machine(self) -> None:
         memory = psutil.virtual_memory()

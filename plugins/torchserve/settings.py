@@ -106,16 +106,16 @@ class TorchServeSettings(BaseModel):
     @property
     def grpc_ages(self) -> tuple[tuple[float, float], tuple[float, float]]:
         """How long a connection to each of them may last, and its grace, in seconds."""
-        inference, of_inference, management, of_management = (
-            inf if milliseconds is None else milliseconds / 1000
-            for milliseconds in (
-                self.grpc_inference_max_connection_age_ms,
-                self.grpc_inference_max_connection_age_grace_ms,
-                self.grpc_management_max_connection_age_ms,
-                self.grpc_management_max_connection_age_grace_ms,
-            )
+
+        def seconds(name: str) -> float:
+            age: int | None = getattr(self, f"grpc_{name}_ms")
+            return inf if age is None else age / 1000
+
+        inference, management = (
+            (seconds(f"{api}_max_connection_age"), seconds(f"{api}_max_connection_age_grace"))
+            for api in ("inference", "management")
         )
-        return (inference, of_inference), (management, of_management)
+        return inference, management
 
     @property
     def addresses(self) -> tuple[Address, Address, Address]:

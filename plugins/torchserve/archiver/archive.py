@@ -20,12 +20,7 @@ from modelyard.archiver.untrusted.names import quoted as quote
 from modelyard.archiver.write import write_plan
 
 # What `--archive-format` says → how we call it.
-FORMATS = {
-    "default": "zip-deflate",
-    "tgz": "tgz",
-    "no-archive": "no-archive",
-    "zip-store": "zip-store",
-}
+FORMATS = {"default": "zip-deflate"} | {each: each for each in ("tgz", "no-archive", "zip-store")}
 
 BUILTIN_HANDLERS = (
     *("base_handler", "text_classifier", "image_classifier", "object_detector"),

@@ -1,7 +1,5 @@
 """The command `modelyard migrate`."""
 
-from __future__ import annotations
-
 import json
 import os
 import textwrap
@@ -96,28 +94,25 @@ WORDS = {
 }
 
 
-def _for_people(report: Report) -> Iterator[Table | Text]:
+def _for_people(report: "Report") -> Iterator[Table | Text]:
     for status, (heading, style) in WORDS.items():
         if found := [each for each in report.findings if each.status == status]:
             yield Text(heading, style=style)
             yield from _lines(found)
             yield Text()
     if report.models:
-        columns = ("model", "left"), ("file", "left"), *((each, "right") for each in COUNTS)
-        table = plain_table(*columns)
+        counts = ((each, "right") for each in ("workers", "batch", "memory"))
+        table = plain_table(("model", "left"), ("file", "left"), *counts)
         for model in report.models:
             memory = ("" if model.is_measured else "~") + format_bytes(model.memory_bytes)
-            counts = str(model.workers), str(model.batch_size), memory
-            table.add_row(f"{model.name} {model.version}", model.file, *counts)
+            name, workers = f"{model.name} {model.version}", str(model.workers)
+            table.add_row(name, model.file, workers, str(model.batch_size), memory)
         yield table
         yield Text()
     yield Text(", ".join(f"{report.count(each)} {words}" for each, (words, _) in WORDS.items()))
 
 
-COUNTS = ("workers", "batch", "memory")
-
-
-def _lines(findings: Sequence[Finding]) -> Iterator[Text]:
+def _lines(findings: Sequence["Finding"]) -> Iterator[Text]:
     """Yield findings, subject by subject; lines are as long as the terminal is wide."""
     width = min(MOST_INDENT, max(len(each.subject) for each in findings))
     indent, before = " " * (width + 4), ""

@@ -13,7 +13,7 @@ from typing import Any
 
 from modelyard.handlers.entry_point import find_handler, import_class
 from modelyard.handlers.errors import LoadError
-from ts.metrics.worker_metrics import WorkerMetrics
+from ts.metrics.metric_cache_yaml_impl import WorkerMetrics
 from ts.service import Service
 from ts.torch_handler.request_envelope.base import BaseEnvelope
 
