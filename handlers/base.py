@@ -36,12 +36,12 @@ from modelyard.handlers.explain.explanation import Explanation
 from modelyard.handlers.explain.request.options import ExplainOptions, Region, Row
 from modelyard.handlers.explain.request.targets import ExplainedModel, Target
 from modelyard.handlers.infer import run_tensors
+from modelyard.handlers.limits import check_stated
 from modelyard.handlers.models.backends import Artifact, Output
 from modelyard.handlers.models.folder import load_label_mapping, read_config, read_reference
 from modelyard.handlers.models.packed import open_packed
 from modelyard.handlers.models.rows import (
     TopLabels,
-    check_stated,
     probabilities_of,
     read_numbers,
     read_output_kind,
@@ -501,8 +501,11 @@ class BaseHandler:
             rows: rows of a batch, which are held to the values that the signature states.
             owners: which request each of them belongs to.
         """
-        for owner, row in zip(owners, rows, strict=True):
-            self._each(owner, check_stated, self._row_specs, row, self.made_by)
+        specs = self._row_specs
+        if len(specs) > 1 or any(spec.values for spec in specs):
+            for owner, row in zip(owners, rows, strict=True):
+                given = [torch.from_numpy(each) for each in row]
+                self._each(owner, check_stated, specs, given, 1, self.made_by)
         tensors = tuple(map(stack, self.inputs, zip(*rows, strict=True)))
         if self.is_whole:
             tensors = tuple(tensor[0] for tensor in tensors)
