@@ -6,7 +6,7 @@ from collections.abc import Callable
 from modelyard.base.extras import what_is_missing
 from modelyard.plugins.torchserve.configuration import read_tls
 from modelyard.plugins.torchserve.dialect import Combined, Dialect, Scrape, dialect_answers
-from modelyard.plugins.torchserve.inference import TorchServeInference, has_tensors, rephrase
+from modelyard.plugins.torchserve.inference import TorchServeInference, rephrase
 from modelyard.plugins.torchserve.log_config import ACCESS_LOG, MODEL_LOG
 from modelyard.plugins.torchserve.logs import Logs, access_line
 from modelyard.plugins.torchserve.management import TorchServeManagement
@@ -65,7 +65,7 @@ def create_server(dialect: TorchServeSettings, logs: Logs | None, settings: Sett
     is_safe = tokens is not None or all(address.is_loopback for address in open_to)
     repository = Repository(lifecycle, dialect.enable_model_api and is_safe, "enable_model_api")
     answers = dialect_answers(state, dialect, observer.answered if observer else None)
-    answers.adds_error = has_tensors(dialect)
+    answers.adds_error = dialect.has_tensors
     front, check = Front(registry, metrics, state, rephrase), check_at(dialect.inference_address)
     inference = TorchServeInference(front, check, answers, dialect, repository)
     grants = tokens.grants if tokens else None

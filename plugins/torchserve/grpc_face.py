@@ -64,7 +64,7 @@ class GrpcFace(Face):
     ) -> None:
         front, most_bytes = inference.front, dialect.max_response_size
         methods = InferenceApi(front, inference.is_healthy, most_bytes, budget).methods()
-        if inference.has_oip:
+        if dialect.has_oip:
             described = oip.Inference(front, inference.repository).methods()
             methods |= open_inference(described, oip.SERVICE)
         operated = ManagementApi(management, inference.calls.answers).methods()

@@ -38,21 +38,6 @@ from modelyard.serve.front.begin import Front, find_model
 from modelyard.serve.http.application import Answers, Check
 from modelyard.serve.http.connection import Answer, RequestResponseCycle
 
-OIP_NAMES = ("oip", "true")
-"""What switches the Open Inference Protocol on: by environment, and by file."""
-OF_INSTANCES = "kserve"
-"""The envelope of KServe's first protocol, which has no tensors."""
-
-
-def has_oip(settings: TorchServeSettings) -> bool:
-    """Return whether the Open Inference Protocol is on."""
-    return (settings.ts_open_inference_protocol or "").lower() in OIP_NAMES
-
-
-def has_tensors(settings: TorchServeSettings) -> bool:
-    """Return whether its requests are read as tensors: other envelopes read bodies themselves."""
-    return has_oip(settings) and settings.service_envelope in (None, OF_INSTANCES)
-
 
 class TorchServeInference(Dialect):
     """Routes for clients."""
@@ -67,10 +52,9 @@ class TorchServeInference(Dialect):
     ) -> None:
         self.repository = repository
         self.front, self._registry, self._state = front, front.registry, front.state
-        self.has_oip = has_oip(settings)
-        self._has_tensors = has_tensors(settings)
+        self._has_oip, self._has_tensors = settings.has_oip, settings.has_tensors
         self.calls = Calls(front, answers, self._target, takes_codings=True)
-        document = openapi.server("inference", *(["oip"] if self.has_oip else []))
+        document = openapi.server("inference", *(["oip"] if self._has_oip else []))
         super().__init__(check, answers, document, self.calls)
 
     def owns(self, path: str) -> bool:
@@ -95,7 +79,7 @@ class TorchServeInference(Dialect):
             case ["v2", "models", name, "infer" | "explain" as verb]:
                 return Target(_KSERVE[verb], [name], wire.KSERVE)
             case ["v2", "models", name, "versions", version, "infer" | "explain" as verb]:
-                if self.has_oip:
+                if self._has_oip:
                     return Target(_KSERVE[verb], [name, version], wire.KSERVE)
             case ["models", name, "invoke"]:
                 return Target(PREDICT, [name], wire.LEGACY)
@@ -137,11 +121,11 @@ class TorchServeInference(Dialect):
                 return self._health(probe)
             case ["wfpredict", _, *_]:
                 raise BadRequest(NO_WORKFLOWS)
-            case ["v1", "models"] if self.has_oip:
+            case ["v1", "models"] if self._has_oip:
                 return json_answer(self._names())
-            case ["v1", "models", name] if self.has_oip and ":" not in name:
+            case ["v1", "models", name] if self._has_oip and ":" not in name:
                 return self._of_model(name, None, ["ready"])
-            case ["v2", *rest] if self.has_oip:
+            case ["v2", *rest] if self._has_oip:
                 if self._has_tensors and (answer := await self._of_tensors(rest, body)) is not None:
                     return answer
                 return self._inference_protocol(rest)

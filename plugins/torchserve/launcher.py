@@ -51,11 +51,6 @@ def is_server(pid: int) -> bool:
     return SERVER_MODULE.encode() in command.split(b"\0")  # empty when only its exit code is left
 
 
-def exists(pid: int) -> bool:
-    """Return whether there is any process of this number."""
-    return pid > 0 and Path(f"/proc/{pid}").exists()
-
-
 def wait_for_end(pid: int, timeout_s: float) -> bool:
     """Wait for a server's process to end; return whether it did."""
     deadline = time.monotonic() + timeout_s

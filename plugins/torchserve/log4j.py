@@ -309,9 +309,11 @@ class _Reader:
             if any(policies.all("onstartuptriggeringpolicy")):
                 rolling = replace(rolling, at_start=True)
         for each in node.all("defaultrolloverstrategy"):
-            keep = _count(each.get("max") or str(LOG4J_DEFAULT_KEPT), each)
+            most = each.get("max") or str(LOG4J_DEFAULT_KEPT)
+            if not most.isdecimal() or not 0 < int(most) < 10_000:
+                raise _Broken(f"{each.place}{most!r} is not a number of files from 1 to 9999")
             is_min = (each.get("fileindex") or "max").lower() == "min"
-            rolling = replace(rolling, keep=keep, newest_first=is_min)
+            rolling = replace(rolling, keep=int(most), newest_first=is_min)
         if name is None:
             return rolling
         if name.endswith((".zip", ".bz2", ".xz", ".zst", ".deflate")):
@@ -380,12 +382,6 @@ def _size(text: str, node: Node) -> int:
         raise _Broken(f"{node.place}{text!r} is not a size such as 100 MB")
     power = {"": 0, "b": 0, "k": 1, "m": 2, "g": 3}[match[2][:1].lower()]
     return max(1, int(float(match[1]) * 1024**power))
-
-
-def _count(text: str, node: Node) -> int:
-    if not text.isdecimal() or not 0 < int(text) < 10_000:
-        raise _Broken(f"{node.place}{text!r} is not a number of files from 1 to 9999")
-    return int(text)
 
 
 def find_log_config(option: str | None, vmargs: str, directory: Path) -> Path | None:

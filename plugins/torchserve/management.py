@@ -35,6 +35,8 @@ from modelyard.serve.observers import Observer
 
 PAGE = 100
 MOST_WORKERS = 1024
+OF_SEQUENCES = ("sequenceMaxIdleMSec", "sequenceTimeoutMSec", "maxNumSequence",
+                "maxSequenceJobQueueSize")  # fmt: skip
 NO_WORKER = (
     'Model "{}" has no worker to serve describe request. Please use scale workers API to add '
     "workers."
@@ -69,7 +71,14 @@ class TorchServeManagement(Dialect):
 
     def owns(self, path: str) -> bool:
         """Return whether a path is this API's, or an observer's."""
-        return is_management(path) or any(each.owns(path) for each in self._observers)
+        match segments(path):
+            case ["models", _, "invoke"]:
+                return False
+            case ["models" | "workflows", *_] | ["token"]:
+                return True
+            case ["v1", "models", name]:
+                return ":" not in name or name.rpartition(":")[2] not in ("predict", "explain")
+        return any(each.owns(path) for each in self._observers)
 
     def answer_first(self, cycle: RequestResponseCycle, id: str) -> bool:
         """Answer a request for an observer's route."""
@@ -302,10 +311,7 @@ def describe(model: ModelVersion) -> dict[str, Any]:
         "useJobTicket": config.needs_ticket,
         "useVenv": config.has_venv,
         "stateful": False,
-        "sequenceMaxIdleMSec": 0,
-        "sequenceTimeoutMSec": 0,
-        "maxNumSequence": 0,
-        "maxSequenceJobQueueSize": 0,
+        **dict.fromkeys(OF_SEQUENCES, 0),
         "loadedAtStartup": model.at_start,
         "workers": [_describe_worker(slot, config) for slot in model.pool.slots],
         "jobQueueStatus": {
@@ -328,15 +334,3 @@ def _describe_worker(slot: ReplicaSlot, config: ModelConfig) -> dict[str, Any]:
         "gpu": config.uses_gpu,
         "gpuUsage": "N/A",
     }
-
-
-def is_management(path: str) -> bool:
-    """Return whether a path is this API's, where one port carries several."""
-    match segments(path):
-        case ["models", _, "invoke"]:
-            return False
-        case ["models" | "workflows", *_] | ["token"]:
-            return True
-        case ["v1", "models", name]:
-            return name.rpartition(":")[2] not in ("predict", "explain") or ":" not in name
-    return False

@@ -188,8 +188,7 @@ class TorchServeMetrics:
     def forget(self, model: str) -> None:
         """Drop the series of a model that is removed."""
         self._handlers.forget(model)
-        for key in [key for key in self._inferences if key[0] == model]:
-            del self._inferences[key]
+        self._inferences = {key: of for key, of in self._inferences.items() if key[0] != model}
         for family in self._families.values():
             family.forget("model_name", model)
 

@@ -92,6 +92,16 @@ class TorchServeSettings(BaseModel):
     metrics_dir: Path = Path("logs")
 
     @property
+    def has_oip(self) -> bool:
+        """Whether the Open Inference Protocol is on: `oip` by environment, `true` by file."""
+        return (self.ts_open_inference_protocol or "").lower() in ("oip", "true")
+
+    @property
+    def has_tensors(self) -> bool:
+        """Whether its requests are read as tensors: other envelopes read bodies themselves."""
+        return self.has_oip and self.service_envelope in (None, "kserve")
+
+    @property
     def grpc_addresses(self) -> tuple[Address, Address]:
         """Where the inference and the management API listen for gRPC alone."""
         named = (

@@ -347,9 +347,6 @@ def _requirements(text: str) -> Iterator[Requirement]:
 
 SERVER_BYTES = 200 << 20
 """Memory of the server's process, and of the one that workers are forked from."""
-LOST = {"plugins_path"}
-"""Keys without effect whose work nothing here does."""
-
 OnStep = Callable[[str], None]
 """Called with what is looked at now."""
 
@@ -443,7 +440,8 @@ def _examine(configuration: Configuration, environment: Mapping[str, str]) -> It
         yield Finding(WORKS, "keys", "mean what they did: " + ", ".join(used))
     for notice in configuration.notices:
         subject, text = _split(notice)
-        yield Finding(FAILS if subject in LOST else CHANGES, subject, text)
+        # Of the keys without effect this one's work is done by nothing here.
+        yield Finding(FAILS if subject == "plugins_path" else CHANGES, subject, text)
     if own.disable_token_authorization is None and own.inference_address.is_loopback:
         text = "predictions from this machine need none; TorchServe 0.12 asks for one"
         advice = "disable_token_authorization=false asks for it here too"
