@@ -11,7 +11,7 @@ The smallest complete handler of an archive changes one step and inherits the ot
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,6 +25,7 @@ from modelyard.archiver.reference import Reference
 from modelyard.archiver.report import Report
 from modelyard.archiver.signature import Size, TensorSpec, fits
 from modelyard.archiver.untrusted.names import MANIFEST_NAME
+from modelyard.base.nearest import did_you_mean
 from modelyard.handlers.body import body_of, parse_json
 from modelyard.handlers.context import Context
 from modelyard.handlers.errors import BadInput, LoadError
@@ -51,12 +52,42 @@ from modelyard.handlers.models.rows import (
 )
 from modelyard.handlers.proof.agree import Rule
 from modelyard.handlers.ranges import span
-from modelyard.handlers.settings import Asked
 from modelyard.handlers.tensors import TensorRequest
 
 _log = logging.getLogger(__name__)
 
 Inputs = Tensor | tuple[Tensor, ...]
+
+
+class Asked(Mapping[str, Any]):
+    """`handler` of model-config.yaml: entries, and the names of all that were asked for.
+
+    Whoever goes through all of them has asked for each.
+    """
+
+    def __init__(self, entries: Mapping[str, Any]) -> None:
+        self._entries = entries
+        self._asked: dict[Any, None] = {}
+
+    def __getitem__(self, key: Any) -> Any:
+        self._asked[key] = None
+        return self._entries[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        self._asked |= dict.fromkeys(self._entries)
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def unread(self) -> list[str]:
+        """Return a sentence for each entry that nobody has asked for."""
+        return [
+            f"handler.{key} is not a setting of this handler; expected some of "
+            f"{', '.join(self._asked)}{did_you_mean(str(key), self._asked)}"
+            for key in self._entries
+            if key not in self._asked
+        ]
 
 
 class BaseHandler:

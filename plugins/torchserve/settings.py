@@ -116,16 +116,13 @@ class TorchServeSettings(BaseModel):
     @property
     def grpc_ages(self) -> tuple[tuple[float, float], tuple[float, float]]:
         """How long a connection to each of them may last, and its grace, in seconds."""
-
-        def seconds(name: str) -> float:
-            age: int | None = getattr(self, f"grpc_{name}_ms")
-            return inf if age is None else age / 1000
-
-        inference, management = (
-            (seconds(f"{api}_max_connection_age"), seconds(f"{api}_max_connection_age_grace"))
+        ages: list[int | None] = [
+            getattr(self, f"grpc_{api}_max_connection_age{of}_ms")
             for api in ("inference", "management")
-        )
-        return inference, management
+            for of in ("", "_grace")
+        ]
+        first, its_grace, second, grace = (inf if age is None else age / 1000 for age in ages)
+        return (first, its_grace), (second, grace)
 
     @property
     def addresses(self) -> tuple[Address, Address, Address]:

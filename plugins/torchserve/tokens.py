@@ -93,8 +93,8 @@ class Tokens:
             (value for header, value in headers if header == b"authorization"), b""
         )
         match = BEARER.fullmatch(authorization)
-        is_it = match is not None and secrets.compare_digest(match[1], key.encode())
-        if not is_it or time.time() >= end:
+        is_right = match is not None and secrets.compare_digest(match[1], key.encode())
+        if not (is_right and time.time() < end):
             raise _refusal(purpose)
 
     def _new(self) -> Token:

@@ -419,8 +419,7 @@ def _policy(configuration: Configuration, state: Path) -> TorchServePolicy:
 def _memory(report: Report) -> Finding:
     workers = sum(model.workers for model in report.models)
     needed = SERVER_BYTES + sum(model.memory_bytes for model in report.models)
-    there = available_memory()
-    cores = len(os.sched_getaffinity(0))
+    there, cores = available_memory(), len(os.sched_getaffinity(0))
     text = (
         f"{workers} worker{'s' * (workers != 1)} on {cores} core{'s' * (cores != 1)}, about "
         f"{format_bytes(needed)} with the server; {format_bytes(there)} available"
