@@ -119,6 +119,7 @@ def verify(
     public_key: str | Path | None = None,
     run: bool = True,
     device: str = "auto",
+    tolerance: float | None = None,
 ) -> Verification:
     """Check an archive here: its digests, signature, golden requests and parity.
 
@@ -126,6 +127,7 @@ def verify(
         public_key: file of public keys; one of them must have signed the archive.
         run: replay the golden requests and the parity check, which runs the archive's code.
         device: where it runs: auto, cpu, cuda or cuda:N.
+        tolerance: largest tolerance of the archive's own that is believed.
 
     Raises:
         ArchiveError: it is damaged, was changed, is unsafe, or no such key signed it.
@@ -139,7 +141,9 @@ def verify(
         # What a key has still to vouch for is not written.
         staging = None if trust or not run else Path(folder)
         with open_archive(file, staging=staging) as opened:
-            checks = verify_archive(opened, trust=trust, run=run, device=device)
+            checks = verify_archive(
+                opened, trust=trust, run=run, device=device, tolerance=tolerance
+            )
             return Verification(opened.path, opened.digest, tuple(checks))
 
 

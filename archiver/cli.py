@@ -23,7 +23,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from modelyard.archiver.errors import ArchiveError, BadName, Differs, WrongUsage
+from modelyard.archiver.errors import ArchiveError, BadName, Differs, NothingCompared, WrongUsage
 from modelyard.base.terminal import err
 
 if TYPE_CHECKING:
@@ -214,6 +214,10 @@ def verify(
         ),
     ] = True,
     device: Annotated[str, typer.Option(help="Where it runs: auto, cpu, cuda or cuda:N.")] = "auto",
+    tolerance: Annotated[
+        float | None,
+        typer.Option(help="Largest tolerance of the archive's own that is believed."),
+    ] = None,
     as_json: JsonOutput = False,
 ) -> None:
     """Check an archive here: digests, signature, golden requests, parity."""
@@ -236,13 +240,17 @@ def verify(
                 open_archive(file, progress=progress, staging=staging) as opened,
             ):
                 result = _archive_to_json(opened)
-                checks = verify_archive(opened, trust=trust, run=run, device=device)
+                checks = verify_archive(
+                    opened, trust=trust, run=run, device=device, tolerance=tolerance
+                )
             result["checks"] = [vars(check) for check in checks]
             if not as_json:
                 _print_checked(result, checks)
             if problems := [
                 f"{check.subject}: {check.problem}" for check in checks if check.problem
             ]:
+                if all(check.subject == "nothing" for check in checks if check.problem):
+                    raise NothingCompared(f"{file.name}: nothing was compared", problems)
                 raise Differs(f"{file.name} is not here what it was", problems)
     except _Failed as failed:
         result["problems"] = failed.problems
@@ -281,12 +289,17 @@ def _write_new(file: Path, data: bytes, mode: int) -> None:
         opened.write(data)
 
 
+_CODES: dict[type[ArchiveError], int] = {BadName: 2, WrongUsage: 2, NothingCompared: 3}
+"""Error → exit code; 1, a job that failed, for all others. 2 is wrong usage."""
+
+
 class _Failed(typer.Exit):
     """Leave with an exit code after the error was printed."""
 
     def __init__(self, error: ArchiveError) -> None:
-        # 2 is wrong usage, 1 a job that failed.
-        super().__init__(2 if isinstance(error, (BadName, WrongUsage)) else 1)
+        super().__init__(
+            next((code for kind, code in _CODES.items() if isinstance(error, kind)), 1)
+        )
         self.problems = list(error.problems)
 
 

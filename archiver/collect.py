@@ -136,6 +136,7 @@ class Plan:
                 vouched_by=part.vouched_by if part.sha256 else "the dry run saw",
             )
             for part in self.parts
+            if part.name not in answers
         ]
         parts += [
             Part(name, data, "reference" if name == REFERENCE_NAME else "golden answer")

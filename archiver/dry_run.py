@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from modelyard.archiver.collect import Plan
 from modelyard.archiver.errors import CannotArchive, DoesNotRun
 from modelyard.archiver.proven import describe_repeated, find_other_versions
 from modelyard.archiver.replay import GoldenResult, replay
-from modelyard.archiver.untrusted.json import format_json
+from modelyard.archiver.untrusted.json import format_json, parse_json
 from modelyard.archiver.untrusted.names import REFERENCE_NAME
 from modelyard.archiver.verify import find_pair
 
@@ -16,7 +17,7 @@ def rehearse(plan: Plan, folder: Path) -> tuple[Mapping[str, bytes], str]:
     """Load the plan's files, which lie in `folder`, as a worker does, and replay the examples.
 
     Returns:
-        For examples without an expected answer: the golden answer's file → what was answered; and
+        The golden answers' files → what is expected, and what the model read and gave; and
         the file of the reference, where requests for it were given. Then what was repeated where
         the artifact was proven on other versions: its parity with its twin too.
 
@@ -30,7 +31,7 @@ def rehearse(plan: Plan, folder: Path) -> tuple[Mapping[str, bytes], str]:
         outcome = replay(
             folder,
             plan.manifest,
-            record=plan.unanswered,
+            unanswered=plan.unanswered,
             pair=find_pair(plan.manifest, plan.read) if moved else None,
             reference=plan.reference,
             doubts=True,
@@ -43,14 +44,20 @@ def rehearse(plan: Plan, folder: Path) -> tuple[Mapping[str, bytes], str]:
     if problems:
         raise CannotArchive(summary, problems)
     answers = {
-        result.golden.expected: format_json({"answer": result.answer})
+        result.golden.expected: format_json(_expected(plan, result) | dict(result.seen))
         for result in outcome.golden
-        if result.golden in plan.unanswered
     }
     if outcome.reference:
         answers[REFERENCE_NAME] = outcome.reference
     golden = len(outcome.golden) - len(plan.unanswered)
     return answers, describe_repeated(golden, outcome.parity.cases if outcome.parity else 0)
+
+
+def _expected(plan: Plan, result: GoldenResult) -> dict[str, Any]:
+    if result.golden in plan.unanswered:
+        return {"answer": result.answer}
+    expected: dict[str, Any] = parse_json(plan.read(result.golden.expected))
+    return expected
 
 
 def _problem(plan: Plan, result: GoldenResult) -> str:

@@ -75,6 +75,10 @@ class Differs(ArchiveError):
     """Raise when golden requests or parity give something else than the archive states."""
 
 
+class NothingCompared(ArchiveError):
+    """Raise when an archive holds nothing that its answers could be compared with."""
+
+
 def _message(summary: str, problems: Sequence[str]) -> str:
     if not problems:
         return summary

@@ -11,8 +11,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,8 @@ class GoldenResult:
     """What the handler gave, as JSON holds it."""
     difference: str | None
     """How the answer differs from the expected one; None when it agrees."""
+    seen: Mapping[str, Any] = field(default_factory=dict)
+    """What the model read and gave, where it was recorded; it is kept beside what is expected."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ def replay(
     folder: Path,
     manifest: Manifest,
     *,
-    record: Sequence[Golden] = (),
+    unanswered: Sequence[Golden] | None = None,
     pair: Pair | None = None,
     reference: Path | None = None,
     device: str = "auto",
@@ -88,7 +90,8 @@ def replay(
     Args:
         folder: folder with `MAR-INF/MANIFEST.json`, as a worker finds it.
         manifest: manifest in that file.
-        record: golden requests without an expected answer yet; their results hold the answer.
+        unanswered: golden requests without an expected answer yet, whose results hold it; where
+            this is given, what the model reads and gives is recorded of all.
         pair: two artifacts to compare on seeded inputs.
         reference: requests whose reasons are averaged.
         doubts: whether to end where nothing says what the model's numbers are.
@@ -103,8 +106,10 @@ def replay(
         "load": _load_message(folder, manifest, device),
         "proven_batch": signature.proven_batch if signature else None,
         "golden": [
-            asdict(each) | ({"expected": None} if each in record else {}) for each in golden
+            asdict(each) | ({"expected": None} if each in (unanswered or ()) else {})
+            for each in golden
         ],
+        "record": unanswered is not None,
         "parity": asdict(pair) if pair else None,
         "reference": str(reference.absolute()) if reference else None,
         "doubts": doubts,
@@ -115,7 +120,7 @@ def replay(
     return Replay(
         device=result["device"],
         golden=tuple(
-            GoldenResult(each, found["answer"], found["difference"])
+            GoldenResult(each, found["answer"], found["difference"], found.get("seen", {}))
             for each, found in zip(golden, result["golden"], strict=True)
         ),
         parity=ParityResult(pair, **result["parity"]) if pair else None,

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from modelyard.archiver.errors import CannotArchive
 from modelyard.archiver.signature import Signature, TensorSpec, ends_of, read_signature
@@ -14,6 +14,11 @@ from modelyard.archiver.values import End, Values, read_end
 Extent = Literal["every", "random", "few", "quick", "none"]
 """How much was tried; `modelyard.handlers.proof.plan` says what each is."""
 
+# Largest allowed scaled difference, by the dtype of the output. Integers must be equal.
+# That of float64 is for models that compute in nothing coarser.
+TOLERANCES = {"float64": 1e-8, "float32": 1e-4, "float16": 1e-2, "bfloat16": 3e-2}
+
+_BELIEVED_TIMES = 10.0
 _MAX_REPORT_BYTES = 16 * 1024 * 1024
 
 
@@ -41,6 +46,15 @@ class Parity:
     """How many inputs were compared; 0 where the report does not say."""
     largest: Mapping[str, float] = field(default_factory=dict)
     """Output → largest scaled difference that was found, where the report says it."""
+    errors: Mapping[str, float] = field(default_factory=dict)
+    """Output → largest error of a case, as quantised artifacts are judged."""
+    scales: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Output → what its numbers are measured by, as `handlers.proof.scale` reads it."""
+
+
+def ceiling(dtype: str) -> float:
+    """Return the largest tolerance of a report that is believed without a word of the user's."""
+    return _BELIEVED_TIMES * TOLERANCES.get(dtype, 0.0)
 
 
 def joint_tolerance(one: float, other: float) -> float:
@@ -172,17 +186,30 @@ def _parity(fields: Fields, signature: Signature) -> Parity:
         left_out=tuple(plan.items("left_out")) if "left_out" in plan.values else (),
         allowed=_allowed(_optional(parity, "ill_conditioned")),
         cases=parity.integer("cases") if "cases" in parity.values else 0,
-        largest=_largest(outputs),
+        largest=_stated(outputs, "scaled"),
+        errors=_stated(outputs, "error"),
+        scales=_scales(outputs),
     )
 
 
-def _largest(outputs: Fields) -> dict[str, float]:
+def _stated(outputs: Fields, key: str) -> dict[str, float]:
     each = ((name, outputs.object(name)) for name in outputs.values)
-    return {name: found.number("scaled") for name, found in each if _says(found, "scaled")}
+    return {name: found.number(key) for name, found in each if found.values.get(key) is not None}
 
 
-def _says(fields: Fields, key: str) -> bool:
-    return fields.values.get(key) is not None
+def _scales(outputs: Fields) -> dict[str, Mapping[str, Any]]:
+    scales: dict[str, Mapping[str, Any]] = {}
+    for name in outputs.values:
+        if "scale" not in (output := outputs.object(name)).values:
+            continue
+        stated = output.object("scale")
+        shape, centre, spread = map(stated.items, ("shape", "centre", "spread"))
+        are_sizes = all(type(size) is int and size > 0 for size in shape)
+        are_numbers = all(type(each) in (int, float) for each in (*centre, *spread))
+        if not are_sizes or not are_numbers or {len(centre), len(spread)} != {math.prod(shape)}:
+            output.wrong("scale", "a shape, and a centre and a spread of each place", stated.values)
+        scales[name] = stated.values
+    return scales
 
 
 def _allowed(ill_conditioned: Fields) -> dict[str, dict[str, float]]:

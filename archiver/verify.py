@@ -11,7 +11,7 @@ from modelyard.archiver.manifest import Manifest
 from modelyard.archiver.proven import describe_repeated, find_other_versions
 from modelyard.archiver.read import Archive
 from modelyard.archiver.replay import Pair, ParityResult, Replay, replay
-from modelyard.archiver.report import parse_report
+from modelyard.archiver.report import ceiling, parse_report
 from modelyard.archiver.signing import find_signer
 from modelyard.archiver.untrusted.names import SIGNING_NAME
 
@@ -19,12 +19,20 @@ if TYPE_CHECKING:
     from modelyard.archiver.signing import Trust
 
 
+MOST_GOLDEN = 1e-2
+"""Largest tolerance of a golden request that is believed without a word of the user's."""
+NOTHING_COMPARED = (
+    "nothing says what it must answer, so a model that is wrong would pass: archive it with "
+    "--example FILE, or with --explain-artifact"
+)
+
+
 @dataclass(frozen=True)
 class Check:
     """One thing that was compared."""
 
     subject: str
-    """`digests`, `signature`, `loading`, `golden 0`, `parity`, `proof`."""
+    """`digests`, `signature`, `tolerance`, `loading`, `golden 0`, `parity`, `proof`, `nothing`."""
     result: str
     """What was seen, in a few words."""
     problem: str | None = None
@@ -37,6 +45,7 @@ def verify_archive(
     trust: "Trust | None" = None,
     run: bool = True,
     device: str = "auto",
+    tolerance: float | None = None,
 ) -> list[Check]:
     """Compare what an open archive states with what it does here.
 
@@ -45,6 +54,8 @@ def verify_archive(
         trust: the keys, one of which must have signed it; checked before anything runs.
         run: whether to load it and run its code, as a worker does.
         device: where it runs: auto, cpu, cuda or cuda:N.
+        tolerance: largest one of the archive's own that is believed; ten times that of the outputs'
+            dtype when absent.
 
     Raises:
         NotTrusted: none of the keys signed it, or it holds no longer.
@@ -66,11 +77,37 @@ def verify_archive(
         checks.append(Check("signature", f"by the trusted key {find_signer(archive, trust)}"))
     elif SIGNING_NAME in archive.names:
         checks.append(Check("signature", "there; not checked without --public-key"))
+    if seal is not None:
+        checks += _tolerances(archive, tolerance)
     if seal is not None and run:
         checks += _run(archive, device)
     elif seal is not None and (other := find_other_versions(archive.manifest, archive.read)):
         checks.append(Check("proof", f"{other}; nothing was run"))
     return checks
+
+
+def _tolerances(archive: Archive, most: float | None) -> Iterator[Check]:
+    """Check that nobody has widened what the archive is judged by until everything agrees."""
+    seal = archive.manifest.modelyard
+    assert seal is not None
+    stated: list[tuple[str, float, float]] = [
+        (f"golden request {golden.request}", golden.tolerance, MOST_GOLDEN)
+        for golden in seal.golden
+    ]
+    for name in filter(None, (seal.report, seal.explain.report if seal.explain else None)):
+        report = parse_report(archive.read(name), Path(name))
+        dtypes = {spec.name: spec.dtype for spec in report.signature.outputs}
+        for output, allowed in report.parity.tolerances.items() if report.parity else ():
+            stated.append((f'{name}, output "{output}"', allowed, ceiling(dtypes[output])))
+    for place, allowed, usual in stated:
+        believed = usual if most is None else most
+        if allowed > believed:
+            yield Check(
+                "tolerance",
+                f"{allowed:g}",
+                f"{place} allows a difference of {allowed:g}, and so agrees with much that is "
+                f"wrong; expected {believed:g} or less (say --tolerance {allowed:g} to believe it)",
+            )
 
 
 def find_pair(manifest: Manifest, read: Callable[[str], bytes]) -> Pair | None:
@@ -105,6 +142,12 @@ def _run(archive: Archive, device: str) -> Iterator[Check]:
         return
     yield Check("loading", f"as a worker, on {outcome.device}")
     yield from _golden_checks(outcome)
+    if not outcome.golden and not (outcome.parity and outcome.parity.cases):
+        yield Check(
+            "nothing",
+            "was compared: the archive holds no golden request and no two artifacts",
+            NOTHING_COMPARED,
+        )
     if outcome.parity is None:
         yield Check("parity", "nothing to compare: the archive holds no two artifacts")
     else:

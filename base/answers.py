@@ -1,8 +1,26 @@
-"""Whether two answers agree, as JSON holds them: golden requests, and whoever compares versions."""
+"""Whether two answers agree, as JSON holds them: golden requests, and whoever compares versions.
+
+Structure, texts, truth values and whole numbers are the same, whatever the tolerance: an id, a
+class and a number of seconds are what they are. Of other numbers each is judged by its own unit,
+which is learnt from answers of the reference (`modelyard.base.scale`); where nothing was learnt, it
+is the number itself.
+"""
+
+from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+import numpy as np
+
+from modelyard.base.scale import Numbers, Scale, ScaleLearner, over
+
+MOST_GROUPS = 1024
+"""Groups of numbers whose scale is learnt; those of what comes later are judged by themselves."""
+ENOUGH = 8
+"""Answers from which a scale is learnt well enough."""
 
 
 class Pair(NamedTuple):
@@ -11,8 +29,6 @@ class Pair(NamedTuple):
     place: str
     expected: Any
     got: Any
-    scaled: float
-    """Their difference over the largest number of their row; infinite where no tolerance helps."""
 
     def __str__(self) -> str:
         if is_number(self.expected) and is_number(self.got):
@@ -20,82 +36,169 @@ class Pair(NamedTuple):
         return f"{self.place}: expected {self.expected!r}, got {self.got!r}"
 
 
-def json_difference(got: Any, expected: Any, tolerance: float) -> str | None:
+@dataclass
+class Group:
+    """Numbers of two answers that stand at the same place but for the positions in lists."""
+
+    positions: list[tuple[int, ...]] = field(default_factory=list)
+    pairs: list[Pair] = field(default_factory=list)
+
+    def numbers(self) -> tuple[Numbers, Numbers]:
+        """Return what is expected and what is there, in the shape of the lists."""
+        shape = tuple(max(sizes) + 1 for sizes in zip(*self.positions, strict=True))
+        if math.prod(shape) != len(self.pairs):  # lists of several lengths
+            shape = (len(self.pairs),)
+        return tuple(  # type: ignore[return-value]
+            np.array([float(pair[side]) for pair in self.pairs]).reshape(shape) for side in (1, 2)
+        )
+
+
+class Numeric(NamedTuple):
+    """How far the numbers of two answers are apart."""
+
+    scaled: float
+    """Largest difference of a number over its unit; infinite where one only is not finite."""
+    worst: Pair | None
+    """Where that is; None without a difference."""
+    error: float
+    """Largest root mean square, over groups, of the differences over the sizes of numbers there."""
+
+
+@dataclass
+class Scales:
+    """What the numbers of answers are measured by, learnt from those of the reference."""
+
+    answers: int = 0
+    _learners: dict[str, ScaleLearner] = field(default_factory=dict)
+
+    def see(self, answer: Any) -> None:
+        """Learn from one answer of the reference."""
+        self.answers += 1
+        for name, group in pair_up(answer, answer)[1].items():
+            self.learn(name, group.numbers()[0])
+
+    def learn(self, name: str, numbers: Numbers) -> None:
+        """Learn from the numbers of a group."""
+        learner = self._learners.get(name)
+        if learner is None:
+            if len(self._learners) >= MOST_GROUPS:
+                return
+            learner = self._learners[name] = ScaleLearner()
+        if not learner.fits(numbers):  # lists are nested otherwise
+            learner = self._learners[name] = ScaleLearner()
+        learner.see(numbers)
+
+    def of(self, name: str, expected: Numbers) -> Scale | None:
+        """Return the scale of a group; None where too little was learnt."""
+        learner = self._learners.get(name)
+        if learner is None or learner.cases < ENOUGH or not learner.fits(expected):
+            return None
+        scale = learner.scale()
+        return scale if scale.fits(expected.shape) else None
+
+
+def json_difference(
+    got: Any, expected: Any, tolerance: float, moves: Mapping[str, Sequence[float]] | None = None
+) -> str | None:
     """Return the first difference between two answers as JSON holds them, or None.
 
     Args:
         got: the answer of a handler.
         expected: what it must be.
         tolerance: largest scaled difference.
+        moves: how far the numbers of a group may move beside that, where it is known.
     """
-    found = (pair for pair in json_pairs(got, expected) if pair.scaled > tolerance)
-    return next(map(str, found), None)
+    other, groups = pair_up(expected, got)
+    if other is not None:
+        return str(other)
+    for name, group in groups.items():
+        wanted, found = group.numbers()
+        allowed = tolerance * np.abs(wanted)
+        if moves and len(moves.get(name, ())) == wanted.size:
+            allowed = allowed + np.reshape(moves[name], wanted.shape)
+        apart = differences(wanted, found)
+        if (apart > allowed).any():
+            return str(group.pairs[int(np.argmax(over(apart, allowed)))])
+    return None
 
 
-def json_pairs(
-    got: Any, expected: Any, place: str = "answer", size: float | None = None
-) -> Iterator[Pair]:
-    """Yield what two answers have at the same place, as far as their structure is the same.
+def compare_numbers(groups: Mapping[str, Group], scales: Scales | None = None) -> Numeric:
+    """Measure how far the numbers of two answers are apart."""
+    worst, place, error = 0.0, None, 0.0
+    for name, group in groups.items():
+        wanted, found = group.numbers()
+        scale = scales.of(name, wanted) if scales is not None else None
+        scaled, errors = measure(wanted, found, scale)
+        if (largest := float(scaled.max(initial=0.0))) > worst:
+            worst, place = largest, group.pairs[int(scaled.argmax())]
+        error = max(error, math.sqrt(float(np.square(errors).mean())))
+    return Numeric(worst, place, error)
 
-    A row, by whose largest number differences are scaled, is a list with the lists inside it, or
-    the numbers of one object. Whole numbers are equal.
 
-    Args:
-        got: the answer of a handler.
-        expected: what it must be.
-        place: where both stand in the whole answer.
-        size: size of the row that they are in; their own when absent.
+def measure(expected: Numbers, got: Numbers, scale: Scale | None) -> tuple[Numbers, Numbers]:
+    """Return differences over the units of numbers, and over their sizes."""
+    apart = differences(expected, got)
+    finite = np.where(np.isfinite(expected), expected, 0.0)
+    if scale is None:
+        own = over(apart, np.abs(finite))
+        return own, own
+    return over(apart, scale.units(finite)), over(apart, scale.sizes(finite))
+
+
+def differences(expected: Numbers, got: Numbers) -> Numbers:
+    """Return |got − expected|: 0 where both are the same, NaN too; infinite where one is not."""
+    same = (expected == got) | (np.isnan(expected) & np.isnan(got))
+    with np.errstate(invalid="ignore", over="ignore"):
+        apart = np.nan_to_num(np.abs(got - expected), nan=math.inf, posinf=math.inf)
+    return np.where(same, 0.0, apart)
+
+
+def pair_up(expected: Any, got: Any) -> tuple[Pair | None, dict[str, Group]]:
+    """Return the first place at which two answers are no longer alike, and their numbers."""
+    groups: dict[str, Group] = {}
+    other = None
+    for name, position, pair in _walk(expected, got, "answer", "", ()):
+        if name is None:
+            other = pair
+            break
+        group = groups.setdefault(name, Group())
+        group.positions.append(position)
+        group.pairs.append(pair)
+    return other, groups
+
+
+_Step = tuple[str | None, tuple[int, ...], Pair]
+
+
+def _walk(
+    expected: Any, got: Any, place: str, name: str, position: tuple[int, ...]
+) -> Iterator[_Step]:
+    """Yield the numbers of two answers: the name of their group, their position in it, and both.
+
+    What differs otherwise is yielded without a name. An object of numbers alone is one group in the
+    order of its keys: of the labels of a classification, which are others each time, those of the
+    same rank belong together.
     """
-    pairs: Iterable[tuple[str, Any, Any, float | None]]
-    if is_number(got) and is_number(expected):
-        yield Pair(place, expected, got, scaled_difference(got, expected, size))
-        return
-    if isinstance(got, dict) and isinstance(expected, dict) and got.keys() == expected.keys():
-        row = row_size([value for value in expected.values() if is_number(value)])
-        pairs = (
-            (f"{place}.{key}", got[key], value, row if is_number(value) else None)
-            for key, value in expected.items()
-        )
-    elif isinstance(got, list) and isinstance(expected, list) and len(got) == len(expected):
-        row = size or row_size(expected)
-        pairs = (
-            (f"{place}[{at}]", one, other, row)
-            for at, (one, other) in enumerate(zip(got, expected, strict=True))
-        )
-    else:
-        is_same = type(got) is type(expected) and got == expected
-        yield Pair(place, expected, got, 0.0 if is_same else math.inf)
-        return
-    for name, one, other, row_of_both in pairs:
-        yield from json_pairs(one, other, name, row_of_both)
-
-
-def scaled_difference(got: float, expected: float, size: float | None = None) -> float:
-    """Return how far two numbers are apart, over the size of their row.
-
-    Infinite where both are whole and differ, or one of them only is not finite.
-    """
-    if got == expected or (got != got and expected != expected):
-        return 0.0
-    if isinstance(got, int) and isinstance(expected, int):
-        return math.inf
-    scaled = abs(got - expected) / (size or row_size(expected))
-    return scaled if math.isfinite(scaled) else math.inf
+    if is_number(expected) and is_number(got):
+        if isinstance(expected, int) and isinstance(got, int):
+            if expected != got:
+                yield None, (), Pair(place, expected, got)
+        else:
+            yield name, position, Pair(place, expected, got)
+    elif isinstance(expected, dict) and isinstance(got, dict) and expected.keys() == got.keys():
+        are_numbers = len(expected) > 1 and all(type(each) is float for each in expected.values())
+        for at, (key, value) in enumerate(expected.items()):
+            inside = (
+                (f"{name}{{}}", (*position, at)) if are_numbers else (f"{name}.{key}", position)
+            )
+            yield from _walk(value, got[key], f"{place}.{key}", *inside)
+    elif isinstance(expected, list) and isinstance(got, list) and len(expected) == len(got):
+        for at, (one, two) in enumerate(zip(expected, got, strict=True)):
+            yield from _walk(one, two, f"{place}[{at}]", f"{name}[]", (*position, at))
+    elif type(expected) is not type(got) or expected != got:
+        yield None, (), Pair(place, expected, got)
 
 
 def is_number(value: object) -> bool:
     """Return whether JSON calls it a number; True is not 1."""
     return type(value) in (int, float)
-
-
-def row_size(row: Any) -> float:
-    """Return what the differences of a row are divided by: its largest number, or 1."""
-    return max([1.0, *(abs(number) for number in _numbers(row) if math.isfinite(number))])
-
-
-def _numbers(value: Any) -> Iterator[float]:
-    if isinstance(value, list):
-        for item in value:
-            yield from _numbers(item)
-    elif is_number(value):
-        yield value

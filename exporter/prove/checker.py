@@ -18,6 +18,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from modelyard.base.scale import Scale
 from modelyard.exporter.child import Child, ChildEnded, answer_questions
 from modelyard.exporter.errors import ParityError, cause
 from modelyard.handlers.models.backends import Artifact, open_artifact, type_name
@@ -63,7 +64,11 @@ class Checker:
         self._ask({"open": {**task, "outputs": outputs, "trusted": trusted}})
 
     def measure(
-        self, case: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
+        self,
+        case: str,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        scales: Sequence[Scale],
     ) -> list[dict[str, Any]]:
         """Run one case; return per output what `modelyard.handlers.proof.agree.compare` finds.
 
@@ -71,11 +76,16 @@ class Checker:
             case: names it in messages.
             inputs: on the CPU.
             outputs: the checkpoint's.
+            scales: by which each output is measured.
 
         Raises:
             ParityError: the artifact does not run, or gives other outputs than these.
         """
-        tensors = {"inputs": list(inputs), "outputs": list(outputs)}
+        tensors = {
+            "inputs": list(inputs),
+            "outputs": list(outputs),
+            "scales": [each.to_json() for each in scales],
+        }
         torch.save(tensors, self._child.folder / "case.pt")
         measured: list[dict[str, Any]] = self._ask({"case": case})["measured"]
         return measured
@@ -134,13 +144,14 @@ class _OpenArtifact:
             listed = ", ".join(name for name, _, _ in self._specs)
             raise ParityError(f"the artifact gives {len(actual)} outputs, expected {listed}")
         measured = []
-        for (name, dtype, tolerance), target, tensor in zip(
-            self._specs, expected, actual, strict=True
+        scales = [Scale.from_json(each) for each in tensors["scales"]]
+        for (name, dtype, tolerance), target, tensor, scale in zip(
+            self._specs, expected, actual, scales, strict=True
         ):
             right = f"{dtype}[{','.join(map(str, target.shape))}]"
             if (seen := type_name(tensor)) != right:
                 raise ParityError(f'output "{name}" is {seen} at {case}, expected {right}')
-            measured.append(compare(target, tensor, tolerance))
+            measured.append(compare(target, tensor, tolerance, scale))
         return measured
 
 

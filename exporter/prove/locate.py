@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from modelyard.archiver.report import TOLERANCES
 from modelyard.exporter.arguments import own_name
 from modelyard.exporter.errors import cause
 from modelyard.exporter.formats.to_exported_program import quiet
 from modelyard.exporter.prove.reference import Case, Reference, raised
-from modelyard.handlers.proof.agree import TOLERANCES, compare
+from modelyard.handlers.proof.agree import compare
 
 _Seen = dict[str, tuple[Any, Any]]
 """Submodule → (its inputs, its output) in one run, in the order in which they finish."""

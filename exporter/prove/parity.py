@@ -78,6 +78,8 @@ class Parity:
     ill_conditioned: Sequence[IllConditioned] = ()
     scope: Mapping[str, Any] = field(default_factory=dict)
     """What was tried: sizes of the other dims, bounds of integers, samples, arithmetic."""
+    scales: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Output → what its numbers are measured by."""
 
     @property
     def max_abs(self) -> float:
@@ -92,7 +94,10 @@ class Parity:
         if self.ill_conditioned:
             cases = [asdict(case) for case in self.ill_conditioned]
             found["ill_conditioned"] = {"rule": ILL_CONDITIONED_RULE, "cases": cases}
-        outputs = {name: {**asdict(each), **verdict} for name, each in self.outputs.items()}
+        outputs = {
+            name: {**asdict(each), **verdict, "scale": self.scales.get(name, {})}
+            for name, each in self.outputs.items()
+        }
         return {**found, "batches": list(self.batches), "outputs": outputs}
 
 
@@ -262,12 +267,17 @@ def check(
         compared_with=reference.compared_with,
         ill_conditioned=ill,
         scope=_scope(reference),
+        scales={
+            name: scale.to_json()
+            for name, scale in zip(rules, reference.cases.scales.of(), strict=True)
+        },
     )
 
 
 def _measure(checker: Checker, cases: Cases, place: int) -> list[dict[str, Any]]:
     case = cases[place]
-    return checker.measure(str(case.probe), case.inputs, case.outputs)
+    scales = cases.scales.of(case.probe.kind)
+    return checker.measure(str(case.probe), case.inputs, case.outputs, scales)
 
 
 def _allow_ill_conditioned(

@@ -41,7 +41,7 @@ from modelyard.exporter.prove.watch import (
     watch,
 )
 from modelyard.handlers.models.backends import dtype_name, torch_dtype, type_name
-from modelyard.handlers.proof.agree import full_precision, split
+from modelyard.handlers.proof.agree import OutputScales, full_precision, split
 from modelyard.handlers.proof.bounds import Bounds
 from modelyard.handlers.proof.plan import (
     GFLOP_PER_OPERATOR,
@@ -128,6 +128,8 @@ class Cases:
         self._kept = kept
         self._names = [*map(str, probes), *range(len(samples))]
         self._moved: dict[int, list[float]] = {}
+        self.scales = OutputScales()
+        """Scales of the outputs, once all cases have run."""
 
     def __iter__(self) -> Iterator[Case]:
         return (self[place] for place in range(len(self.probes)))
@@ -142,7 +144,9 @@ class Cases:
             case = self[place]
             run = functools.partial(self._run, case.probe)
             try:
-                self._moved[place] = measure_sensitivity(run, case.inputs, case.outputs)
+                self._moved[place] = measure_sensitivity(
+                    run, case.inputs, case.outputs, self.scales.of(case.probe.kind)
+                )
             # Some models do not run where their operators are disturbed.
             except ModelError:
                 self._moved[place] = [0.0] * len(case.outputs)
@@ -259,6 +263,7 @@ def observe(
             seen.append([_remember(tensor) for tensor in case.outputs])
             for name, given in zip(named, case.outputs, strict=True):
                 bounds[name].see(given)
+            cases.scales.see(case.probe.kind, case.outputs)
         probabilities = find_probabilities(bounds, signature, run_example, example)
         outputs = tuple(
             _describe(name, [case[place] for case in seen], cases.probes, signature.dims)
@@ -269,6 +274,7 @@ def observe(
             replace(tried, outputs=outputs),
             watched.batch_norm,
             _two_batches(tried, samples if sample_only else ()),
+            cases.scales.of(),
             are_chosen=bool(output_names),
         )
     dtypes = [dtype_name(value.dtype) for value in flatten(output).values()]

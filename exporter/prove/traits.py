@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from modelyard.archiver.signature import Batching, Dim, Signature
+from modelyard.base.scale import Scale
 from modelyard.exporter.errors import ModelError
 from modelyard.exporter.inputs import why_no_rows
 from modelyard.handlers.proof.agree import compare
@@ -65,6 +66,7 @@ def find_batching(
     signature: Signature,
     batch_norm: Sequence[str],
     batches: tuple[Tensors, Tensors] | None,
+    scales: Sequence[Scale],
     *,
     are_chosen: bool = False,
 ) -> Batching:
@@ -75,6 +77,7 @@ def find_batching(
         signature: inputs and outputs.
         batch_norm: places that normalise by the batch, which explain why rows mix.
         batches: two of one size, in which no row is the same; None where samples have none.
+        scales: by which each output is measured.
         are_chosen: whether the outputs are those that were asked for: else others may do.
     """
     batch = signature.batch
@@ -90,7 +93,7 @@ def find_batching(
         )
     if not mixed and batches is not None:
         why = f"; batch-norm uses the statistics of its batch{batch_norm[0]}" if batch_norm else ""
-        for name, apart, how in _row_differences(run, signature, batch, *batches):
+        for name, apart, how in _row_differences(run, signature, batch, batches, scales):
             if not apart <= _ROW_TOLERANCE:
                 amount = f"by {apart:.1e}" if math.isfinite(apart) else "its shape or becomes NaN"
                 mixed.setdefault(name, f'a row of output "{name}" changes {amount} {how}{why}')
@@ -118,10 +121,11 @@ def _row_differences(
     run: Callable[[Tensors], Tensors],
     signature: Signature,
     batch: Dim,
-    rows: Tensors,
-    others: Tensors,
+    batches: tuple[Tensors, Tensors],
+    scales: Sequence[Scale],
 ) -> list[tuple[str, float, str]]:
     """Measure per output how much one row changes: (output, scaled difference, when)."""
+    rows, others = batches
     together = run(rows)
     last = len(rows[0]) - 1
     trials = [
@@ -133,9 +137,15 @@ def _row_differences(
         trials.append((0, tuple(tensor[:1] for tensor in rows)))
         when.append("between alone and in a batch")
     return [
-        (spec.name, float(compare(one[row : row + 1], two[row : row + 1])["scaled"]), how)
+        (
+            spec.name,
+            float(compare(one[row : row + 1], two[row : row + 1], scale=scale)["scaled"]),
+            how,
+        )
         for (row, inputs), how in zip(trials, when, strict=True)
-        for spec, one, two in zip(signature.outputs, together, run(inputs), strict=True)
+        for spec, one, two, scale in zip(
+            signature.outputs, together, run(inputs), scales, strict=True
+        )
     ]
 
 

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from modelyard.base.scale import Scale
 from modelyard.exporter.arguments import own_name
 from modelyard.handlers.proof.agree import compare
 
@@ -243,6 +244,7 @@ def measure_sensitivity(
     run: Callable[[tuple[Tensor, ...]], Sequence[Tensor]],
     inputs: Sequence[Tensor],
     outputs: Sequence[Tensor],
+    scales: Sequence[Scale],
 ) -> list[float]:
     """Return per output how far it moves at most when its sums are rounded otherwise, scaled.
 
@@ -258,6 +260,7 @@ def measure_sensitivity(
         run: the model.
         inputs: those of one case.
         outputs: what it gives for them undisturbed.
+        scales: by which each is measured.
     """
     moved = [0.0] * len(outputs)
     for seed in range(RUNS):
@@ -265,7 +268,8 @@ def measure_sensitivity(
         with _rounded(generator):
             disturbed = run(tuple(_disturb(tensor, generator) for tensor in inputs))
         apart = (
-            compare(one, other)["scaled"] for one, other in zip(outputs, disturbed, strict=True)
+            compare(one, other, scale=scale)["scaled"]
+            for one, other, scale in zip(outputs, disturbed, scales, strict=True)
         )
         moved = [max(one, two) for one, two in zip(moved, apart, strict=True)]
     return moved

@@ -40,7 +40,7 @@ from modelyard.handlers.explain.request.targets import (
     stacked,
 )
 from modelyard.handlers.models.backends import Artifact
-from modelyard.handlers.proof.agree import MIN_COSINE, Rule, compare
+from modelyard.handlers.proof.agree import Rule, compare
 
 
 def as_lists(tensor: Tensor) -> Any:
@@ -716,12 +716,12 @@ def _check_agreement(rule: Rule | None, outputs: Tensor, twin: Tensor) -> None:
         return
     for row in range(len(outputs)):
         expected, found = twin[row : row + 1], outputs[row : row + 1]
-        difference = rule.merge([compare(expected, found, rule.tolerance)])
+        difference = rule.merge([compare(expected, found, rule.tolerance, rule.scale)])
         if rule.agrees(difference):
             continue
         if rule.is_quantized:
-            allowed = f"the same largest value and a cosine of {MIN_COSINE}"
-            seen = f"{difference.cosine:.4f}"
+            allowed = f"the same largest value and an error of at most {rule.max_error:.2g}"
+            seen = f"{difference.error:.2g}"
         else:
             allowed = f"a scaled difference of {rule.tolerance:.3g}"
             seen = f"{difference.scaled:.2g}"

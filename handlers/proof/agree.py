@@ -1,12 +1,14 @@
 """The one rule that says whether outputs agree: of an export, a verification, a twin, an answer.
 
-A copy agrees when, over every row of every output, e = max|a − b| / max(max|b|, 1) stays within the
-tolerance, which is absolute up to values of 1 and relative above; integers are equal, and values
-that are not finite are the same. A row is what one request gets: one place of dim 0.
+A copy agrees when |a − b| of every number is within the tolerance times the number's own unit,
+which `modelyard.base.scale` learns from what the reference gives for all inputs; integers
+are equal, and values that are not finite are the same.
 
 A quantised artifact is not a copy but an approximation: it agrees when the largest value is at the
-same place in 99 % of the rows and the cosine is 0.99 in every case. Where the two largest values
-lie within what the tolerance allows, either is right.
+same place in 99 % of the rows and the error of every case is at most 0.15: the root mean square of
+|a − b| over the size that numbers have at that place. Whoever compares it later holds it to the
+error that its report measured. Where the two largest values lie within what the tolerance allows,
+either is right.
 
 A case in which the checkpoint's own answer moves by more than the tolerance when its sums are
 rounded otherwise is ill-conditioned: no two libraries agree there. It is judged by that movement,
@@ -21,22 +23,26 @@ import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from modelyard.archiver.report import Parity, joint_tolerance
+from modelyard.archiver.report import TOLERANCES, Parity, joint_tolerance
+from modelyard.base.scale import ROUNDING, Numbers, Scale, ScaleLearner, one_place, over
 from modelyard.handlers.models.backends import Artifact
+from modelyard.handlers.proof.probes import UNUSUAL_KINDS, Probe
 
-# Largest allowed scaled difference, by the dtype of the output. Integers must be equal.
-# That of float64 is for models that compute in nothing coarser, see `rule_for`.
-TOLERANCES = {"float64": 1e-8, "float32": 1e-4, "float16": 1e-2, "bfloat16": 3e-2}
 MIN_TOP1_AGREEMENT = 0.99
 # Values that are compared at a time: some ten copies of them in float64 are made.
 _PIECE = 2**20
-MIN_COSINE = 0.99
+MAX_ERROR = 0.15
+# Where a last place is so large beside the tolerance.
+_ROUNDING = {torch.float16: 1.0, torch.bfloat16: 1.0}
+# Kernels of 8 bits saturate otherwise on another processor.
+_ELSEWHERE = 2.0
 
 # Largest scaled movement of its own that a case may have without being ill-conditioned.
 _STEADY = 1e-4
@@ -51,9 +57,12 @@ ILL_CONDITIONED_RULE = (
     f"otherwise, where that is over the tolerance and {_STEADY:g}; for ordinary values at most "
     f"{_ORDINARY_TIMES:g} times the tolerance, in at most half of them"
 )
-SCALED_RULE = "max|a-b| <= tolerance * max(max|b|, 1) for every row of every output"
+SCALED_RULE = (
+    "|a-b| <= tolerance * (max(spread, |b-centre|) + 0.02 |b|) for every number, spread and centre "
+    "of its place over all inputs"
+)
 QUANTIZED_RULE = (
-    f"top-1 agreement >= {MIN_TOP1_AGREEMENT} over all rows and cosine >= {MIN_COSINE} in every "
+    f"top-1 agreement >= {MIN_TOP1_AGREEMENT} over all rows and an error <= {MAX_ERROR} in every "
     "case: quantised weights approximate"
 )
 
@@ -67,9 +76,9 @@ class Difference:
     max_rel: float
     """Largest ratio, over the cases, of the absolute difference to the largest value."""
     scaled: float
-    """Largest difference of a row over its largest value, where that is above 1."""
-    cosine: float
-    """Smallest cosine, over the cases, between the two outputs as vectors."""
+    """Largest difference of a number over its unit."""
+    error: float
+    """Largest error, over the cases: the root mean square of differences over the sizes there."""
     top1_agreement: float | None
     """Share of rows whose largest value is at the same place, or is a tie; None without ranks."""
     top1_margin: float | None
@@ -86,13 +95,17 @@ class Rule:
     is_quantized: bool = False
     allowed: Mapping[str, float] = field(default_factory=dict)
     """Ill-conditioned case, as messages name it → the largest scaled difference that agrees."""
+    max_error: float = MAX_ERROR
+    """Largest error of a case that agrees, where quantised weights approximate."""
+    scale: Scale | None = None
+    """What numbers are measured by, where a report says it."""
 
     def agrees(self, found: Difference) -> bool:
         """Judge what was measured."""
         if not self.is_quantized:
             return found.scaled <= self.tolerance
         agreement = 1.0 if found.top1_agreement is None else found.top1_agreement
-        return agreement >= MIN_TOP1_AGREEMENT and found.cosine >= MIN_COSINE
+        return agreement >= MIN_TOP1_AGREEMENT and found.error <= self.max_error
 
     def wrong(self, measured: Sequence[Mapping[str, Any]], cases: Sequence[object]) -> list[int]:
         """Return the places of the cases in which a copy differs by more than is allowed."""
@@ -120,7 +133,7 @@ class Rule:
             max_abs=max(case["max_abs"] for case in measured),
             max_rel=max(case["max_rel"] for case in measured),
             scaled=max(case["scaled"] for case in measured),
-            cosine=min(case["cosine"] for case in measured),
+            error=max(case["error"] for case in measured),
             top1_agreement=sum(case["same"] for case in measured) / rows if rows else None,
             top1_margin=max(case["margin"] for case in measured) if rows else None,
             tolerance=self.tolerance,
@@ -179,11 +192,53 @@ def joint_rules(one: Parity, other: Parity) -> dict[str, Rule]:
             case: joint_tolerance(*[max(each.get(case, 0.0) for each in ill)] * 2)
             for case in {**ill[0], **ill[1]}
         }
-        rules[name] = Rule(joint_tolerance(a, b), is_quantized, allowed)
+        errors = [report.errors.get(each) for report, each in ((one, name), (other, other_name))]
+        measured = [error for error in errors if error is not None]
+        most = min(MAX_ERROR, _ELSEWHERE * sum(measured)) if len(measured) == 2 else MAX_ERROR
+        stated = other.scales.get(other_name)
+        scale = Scale.from_json(stated) if stated else None
+        rules[name] = Rule(joint_tolerance(a, b), is_quantized, allowed, most, scale)
     return rules
 
 
-def compare(expected: Tensor, found: Tensor, tolerance: float = 0.0) -> dict[str, Any]:
+class OutputScales:
+    """The scales of all outputs of a reference, learnt case by case.
+
+    Numbers as large as those of some kinds of values teach nothing about those of others: what is
+    learnt from them is for them alone.
+    """
+
+    def __init__(self) -> None:
+        self._usual: list[ScaleLearner] = []
+        self._unusual: dict[str, list[ScaleLearner]] = {}
+
+    def see(self, kind: str, outputs: Sequence[Tensor]) -> None:
+        """Learn from the outputs of one case."""
+        learners = self._usual if kind not in UNUSUAL_KINDS else self._unusual.setdefault(kind, [])
+        learners += [ScaleLearner() for _ in outputs[len(learners) :]]
+        for learner, output in zip(learners, outputs, strict=True):
+            if learner.fits(numbers := _numbers(output)):
+                learner.see(numbers)
+
+    def of(self, kind: str = "random") -> list[Scale]:
+        """Return the scale of each output in cases of a kind."""
+        usual = [learner.scale() for learner in self._usual]
+        own = [learner.scale() for learner in self._unusual.get(kind, ())]
+        return [one.wider(other) for one, other in zip(usual, own, strict=False)] or usual
+
+
+def within_reason(rule: Rule, cases: Sequence[Probe]) -> Rule:
+    """Return a rule of a report without what no export would have allowed in its cases."""
+    most = {
+        str(case): _ORDINARY_TIMES * rule.tolerance for case in cases if case.kind in ORDINARY_KINDS
+    }
+    allowed = {case: min(moved, most.get(case, moved)) for case, moved in rule.allowed.items()}
+    return replace(rule, allowed=allowed)
+
+
+def compare(
+    expected: Tensor, found: Tensor, tolerance: float = 0.0, scale: Scale | None = None
+) -> dict[str, Any]:
     """Measure how far `found` is from `expected`.
 
     Where the shapes differ, or values that are not finite, differences are infinite. Little memory
@@ -193,79 +248,69 @@ def compare(expected: Tensor, found: Tensor, tolerance: float = 0.0) -> dict[str
         expected: what `found` is scaled by.
         found: array of any floating-point or integer dtype.
         tolerance: rows whose two largest values are closer than this explains are ties.
+        scale: what the reference gave for many inputs; by `expected` alone when absent.
 
     Returns:
         max_abs: largest absolute difference.
-        scaled: largest over rows (of dim 0) of max|a − b| / max(max|b|, 1).
+        scaled: largest difference of a number over its unit.
         largest: largest finite absolute value expected.
         max_rel: max_abs / largest.
-        cosine: between the two as vectors.
+        error: root mean square of the differences over the sizes of numbers at their place.
         rows, same: rows along the last dim, and those whose largest value is at the same place.
         margin: the largest lead, in `expected`, of a row whose largest value moved; 0 without one.
     """
     if expected.shape != found.shape:
-        apart = dict.fromkeys(("max_abs", "scaled", "largest", "max_rel"), math.inf)
-        return {**apart, "cosine": 0.0, "rows": 1, "same": 0, "margin": math.inf}
-    sums = _Sums(expected.shape[0] if expected.ndim > 1 else 1)
-    for rows, wanted, got in _pieces(expected, found, len(sums.sizes)):
-        sums.add(rows, wanted, got)
-    scaled = (sums.apart / sums.sizes).max().item() if expected.numel() else 0.0
-    max_abs = sums.apart.max().item() if expected.numel() else 0.0
+        apart = dict.fromkeys(("max_abs", "scaled", "largest", "max_rel", "error"), math.inf)
+        return {**apart, "rows": 1, "same": 0, "margin": math.inf}
+    sums = _Sums()
+    if expected.numel():
+        if scale is None or not scale.fits(expected.shape):
+            scale = one_place(_numbers(expected))
+        rows = expected.shape[0] if expected.ndim > 1 else 1
+        rounding = max(_ROUNDING.get(each.dtype, ROUNDING) for each in (expected, found))
+        for places, wanted, got in _pieces(expected, found, rows, scale):
+            sums.add(places, wanted, got, rounding)
     largest = sums.largest if sums.holes_agree else math.inf
     return {
-        "max_abs": max_abs,
-        "scaled": scaled,
+        "max_abs": sums.max_abs,
+        "scaled": sums.scaled,
         "largest": largest,
-        "max_rel": max_abs / largest if 0 < largest < math.inf else max_abs,
-        "cosine": sums.cosine(),
-        **_top1(expected, found, sums.sizes, tolerance),
+        "max_rel": sums.max_abs / largest if 0 < largest < math.inf else sums.max_abs,
+        "error": math.sqrt(sums.squares / max(1, expected.numel())),
+        **_top1(expected, found, scale, tolerance),
     }
 
 
 class _Sums:
-    """What is gathered of two tensors, piece by piece.
+    """What is gathered of two tensors, piece by piece."""
 
-    Args:
-        rows: rows of dim 0.
-    """
-
-    def __init__(self, rows: int) -> None:
-        self.apart = torch.zeros(rows, dtype=torch.float64)
-        """Largest difference of each row; infinite where a value that is not finite differs."""
-        self.sizes = torch.ones(rows, dtype=torch.float64)
-        """What each is divided by: its largest value, or 1."""
-        self.largest = 0.0
+    def __init__(self) -> None:
+        self.max_abs = self.scaled = self.largest = self.squares = 0.0
         self.holes_agree = True
-        self._dot = self._wanted = self._got = 0.0
-        self._is_equal = True
 
-    def add(self, rows: slice, wanted: Tensor, got: Tensor) -> None:
+    def add(self, places: Scale, wanted: Tensor, got: Tensor, rounding: float) -> None:
         """Add a piece (rows, K) of what is expected and what is there."""
         differences = _differences(wanted, got)
-        wanted, got = wanted.double(), got.double()
         finite = wanted.isfinite()
         if not bool(finite.all()):
             same = (wanted == got) | (wanted.isnan() & got.isnan())
             self.holes_agree &= bool((finite | same).all())
             differences = torch.where(finite, differences, torch.where(same, 0.0, math.inf))
-            wanted, got = (torch.where(finite, values, 0.0) for values in (wanted, got))
-        differences = differences.nan_to_num(nan=math.inf, posinf=math.inf)
-        self._is_equal &= not bool(differences.any())
-        sizes = wanted.abs().amax(dim=1)
-        self.apart[rows] = self.apart[rows].maximum(differences.amax(dim=1))
-        self.sizes[rows] = self.sizes[rows].maximum(sizes)
-        self.largest = max(self.largest, sizes.max().item())
-        wanted, got = wanted.flatten(), got.flatten()
-        self._dot += (wanted @ got).item()
-        self._wanted += (wanted @ wanted).item()
-        self._got += (got @ got).item()
+            wanted = torch.where(finite, wanted, 0.0)
+        apart = _numbers(differences.nan_to_num(nan=math.inf, posinf=math.inf))
+        expected = _numbers(wanted)
+        self.largest = max(self.largest, float(np.abs(expected).max()))
+        if apart.any():
+            self.max_abs = max(self.max_abs, float(apart.max()))
+            self.scaled = max(
+                self.scaled, float(over(apart, places.units(expected, rounding)).max())
+            )
+            self.squares += float(np.square(over(apart, places.sizes(expected))).sum())
 
-    def cosine(self) -> float:
-        """Return the cosine between the two as vectors."""
-        if self._is_equal:
-            return 1.0
-        lengths = math.sqrt(self._wanted) * math.sqrt(self._got)
-        return min(1.0, self._dot / lengths) if 0 < lengths < math.inf else 0.0
+
+def _numbers(tensor: Tensor) -> Numbers:
+    numbers: Numbers = tensor.detach().double().cpu().numpy()
+    return numbers
 
 
 def split(tensor: Tensor) -> Sequence[Tensor]:
@@ -274,17 +319,29 @@ def split(tensor: Tensor) -> Sequence[Tensor]:
     return pieces
 
 
-def _pieces(expected: Tensor, found: Tensor, rows: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yield which rows, and their values in both: so few that what is computed of them is small."""
-    if not expected.numel():
-        return
+def _pieces(
+    expected: Tensor, found: Tensor, rows: int, scale: Scale
+) -> Iterator[tuple[Scale, Tensor, Tensor]]:
+    """Yield values in both, and their scale: so few that what is computed of them is small."""
     one, two = expected.reshape(rows, -1), found.reshape(rows, -1)
+    places = [_spread_out(each, expected.shape, rows) for each in (scale.centre, scale.spread)]
     width = min(one.shape[1], _PIECE)
     height = max(1, _PIECE // width)
     for top in range(0, rows, height):
         for left in range(0, one.shape[1], width):
             at = slice(top, top + height), slice(left, left + width)
-            yield at[0], one[at], two[at]
+            yield Scale(*(each[at] for each in places)), one[at], two[at]
+
+
+def _spread_out(places: Numbers, shape: Sequence[int], rows: int) -> Numbers:
+    """Return one number of a scale for each number (rows, K) of an output, without copies."""
+    columns = math.prod(shape) // rows
+    if places.size == 1:
+        return np.broadcast_to(places.reshape(1, 1), (rows, columns))
+    if len(shape) > 1 and len(places) == 1:  # a row for all
+        row = np.broadcast_to(places[0], shape[1:]).reshape(1, -1)
+        return np.broadcast_to(row, (rows, columns))
+    return np.broadcast_to(places, shape).reshape(rows, columns)
 
 
 def _differences(expected: Tensor, found: Tensor) -> Tensor:
@@ -294,27 +351,30 @@ def _differences(expected: Tensor, found: Tensor) -> Tensor:
     return (found.to(kind) - expected.to(kind)).abs().double()
 
 
-def _top1(expected: Tensor, found: Tensor, sizes: Tensor, tolerance: float) -> dict[str, Any]:
+def _top1(expected: Tensor, found: Tensor, scale: Scale | None, tolerance: float) -> dict[str, Any]:
     ranked = expected.is_floating_point() and expected.ndim > 1 and expected.shape[-1] > 1
-    if not ranked or not expected.numel():
+    if scale is None or not ranked:
         return {"rows": 0, "same": 0, "margin": 0.0}
     wanted = expected.reshape(-1, expected.shape[-1])
-    moved = wanted.argmax(dim=-1) != found.reshape(wanted.shape).argmax(dim=-1)
-    places = moved.nonzero().flatten()
-    some = max(1, _PIECE // wanted.shape[1])
-    leads = torch.cat([_leads(wanted[part]) for part in torch.split(places, some)])
-    ties = 2 * tolerance * sizes[places // (len(wanted) // len(sizes))]
-    return {
-        "rows": len(moved),
-        "same": len(moved) - int((leads > ties).sum()),
-        "margin": leads.max().item() if len(leads) else 0.0,
-    }
-
-
-def _leads(rows: Tensor) -> Tensor:
-    """Return how far the largest value of each row (N, K) is above the next."""
-    best = rows.double().topk(2, dim=-1).values
-    return (best[:, 0] - best[:, 1]).nan_to_num(nan=0.0)
+    first, other = wanted.argmax(dim=-1), found.reshape(wanted.shape).argmax(dim=-1)
+    moved = (first != other).nonzero().flatten()
+    ties, margin = 0, 0.0
+    for part in torch.split(moved, max(1, _PIECE // wanted.shape[1])) if len(moved) else ():
+        at = torch.stack([first[part], other[part]], 1)
+        places = (
+            np.take_along_axis(
+                np.broadcast_to(each, expected.shape).reshape(wanted.shape)[part.numpy()],
+                at.numpy(),
+                1,
+            )
+            for each in (scale.centre, scale.spread)
+        )
+        values = _numbers(wanted[part].gather(1, at))
+        leads = np.nan_to_num(values[:, 0] - values[:, 1], nan=0.0)
+        units = Scale(*places).units(values)
+        ties += int((leads <= tolerance * units.sum(1)).sum())  # as far as both may be off
+        margin = max(margin, float(leads.max()))
+    return {"rows": len(wanted), "same": len(wanted) - len(moved) + ties, "margin": margin}
 
 
 def worst(measured: Sequence[Mapping[str, Any]]) -> int:
@@ -335,8 +395,9 @@ def disagreement(
         if rule.agrees(found):
             return None
         return (
-            f'output "{name}": top-1 agreement {found.top1_agreement}, smallest cosine '
-            f"{found.cosine:.4f}; expected {MIN_TOP1_AGREEMENT} and {MIN_COSINE} or more"
+            f'output "{name}": top-1 agreement {found.top1_agreement}, largest error '
+            f"{found.error:.3g}; expected {MIN_TOP1_AGREEMENT} or more and {rule.max_error:.3g} or "
+            "less"
         )
     wrong = rule.wrong(measured, cases)
     if not wrong:
@@ -344,7 +405,7 @@ def disagreement(
     case = wrong[worst([measured[place] for place in wrong])]
     return (
         f'output "{name}": max_abs {measured[case]["max_abs"]:.1e} '
-        f"({measured[case]['scaled']:.1e} scaled to values up to {measured[case]['largest']:.3g}) "
+        f"({measured[case]['scaled']:.1e} scaled, values up to {measured[case]['largest']:.3g}) "
         f"over tolerance {rule.tolerance:.3g} at {cases[case]}"
     )
 
@@ -358,8 +419,8 @@ def summary(
     found = [rule.merge(measured[name], cases) for name, rule in rules.items()]
     if any(rule.is_quantized for rule in rules.values()):
         shares = [each.top1_agreement for each in found if each.top1_agreement is not None]
-        cosine = min(each.cosine for each in found)
-        return f"top-1 agreement {min(shares, default=1.0):.4g}, smallest cosine {cosine:.4f}"
+        error = max(each.error for each in found)
+        return f"top-1 agreement {min(shares, default=1.0):.4g}, largest error {error:.2g}"
     furthest = max(found, key=lambda each: each.scaled - each.tolerance)
     ill = {case for rule in rules.values() for case in rule.allowed}
     return (

@@ -23,6 +23,8 @@ from modelyard.archiver.values import End, Values
 from modelyard.handlers.models.backends import torch_dtype
 
 KINDS = ("random", "zeros", "large", "tiny", "negative")
+UNUSUAL_KINDS = ("large",)
+"""Kinds whose outputs may be so large that nothing can be learnt from them for other inputs."""
 LARGE = 4.0
 # Up to here every size is tried; a wider range is tried at its start, at doublings and at its end.
 ALL_SIZES_UP_TO = 32

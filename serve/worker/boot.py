@@ -29,7 +29,7 @@ from modelyard.serve.dataplane import wire
 from modelyard.serve.walls.kernel import PR_SET_CHILD_SUBREAPER, prctl
 from modelyard.serve.walls.plan import Walls
 from modelyard.serve.walls.raising import raise_walls
-from modelyard.serve.worker import check, load, loop, steps
+from modelyard.serve.worker import load, loop, steps
 from modelyard.serve.worker.codec import MOST_SAID, is_out_of_memory
 from modelyard.serve.worker.dialect import find_dialect
 from modelyard.serve.worker.golden import check_golden, replay_golden
@@ -143,6 +143,8 @@ def check_archive(exchange: Path) -> int:
     task = json.loads((exchange / "task.json").read_bytes())
     folder = Path(task["load"]["folder"])
     try:
+        from modelyard.serve.worker import check  # and numpy, which a worker may do without
+
         find_dialect()
         _enter(folder)
         result = check.run(task)

@@ -5,12 +5,14 @@ archive is written and to verify one that is. Both sides meet in files of FOLDER
 
     task.json    {"load": what a worker's LOAD message holds, without device number and batch size,
                   "proven_batch": largest batch that the report proved, or null,
-                  "golden": the manifest's; an entry whose "expected" is null is recorded,
+                  "golden": the manifest's; an entry whose "expected" is null is answered,
+                  "record": whether what the model reads and gives is recorded,
                   "parity": {"artifact": file, "twin": file, "report": file, "twin_report": file}
                             or null,
                   "reference": path of the requests whose reasons are averaged, or null,
                   "doubts": whether to end where nothing says what the model's numbers are}
-    result.json  {"device": …, "golden": [{"answer": …, "difference": text or null}, …],
+    result.json  {"device": …, "golden": [{"answer": …, "difference": text or null,
+                                           "seen": what is added to what is expected}, …],
                   "parity": {"cases": count, "summary": text, "differences": [text, …]} or null,
                   "reference": the content of `archiver.reference`'s file, where there is a path}
                  or {"error": why the archive does not load}
@@ -20,16 +22,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from modelyard.archiver.reference import format_reference, make_reference
 from modelyard.archiver.untrusted.json import parse_json
+from modelyard.base.answers import differences, pair_up
 from modelyard.handlers.errors import HandlerError, LoadError
 from modelyard.serve.worker import load
-from modelyard.serve.worker.golden import answer_golden, compare_golden, value_of
+from modelyard.serve.worker.golden import answer_golden, compare_golden, value_of, watched
 
 DEFAULT_BATCH_SIZE = 8
+_DRAWS = 4
+_MARGIN = 2.0
+"""Times as far as it was seen to move in so few draws."""
 MOST_TRIED = 8
 """Examples whose inputs are tried again, changed."""
 
@@ -45,8 +54,10 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
     message = {**task["load"], "worker": 1, "batch_size": _batch_size(task)}
     service = load.load_service(message)
     seen: list[Any] = []
-    wrong = _watch_outputs(service.handler, seen)
-    golden = [_replay(service, example, i, wrong) for i, example in enumerate(task["golden"])]
+    golden = [
+        _replay(service, example, i, seen, is_recorded=task["record"])
+        for i, example in enumerate(task["golden"])
+    ]
     if task.get("doubts") and not any(each["difference"] for each in golden):
         _refuse_doubts(service.handler, seen[:MOST_TRIED])
     result: dict[str, Any] = {"device": service.device, "golden": golden, "parity": None}
@@ -120,37 +131,52 @@ def _refuse_doubts(handler: Any, seen: list[Any]) -> None:
         raise LoadError(problem)
 
 
-def _watch_outputs(handler: Any, seen: list[Any]) -> list[str]:
-    """Return a list that gets what is wrong about outputs of the handler's model, as they come.
-
-    `seen` gets the inputs of its calls.
-    """
-    wrong: list[str] = []
-    if handler is not None:
-        inference = handler.inference
-
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            seen.extend(args[:1])
-            outputs = inference(*args, **kwargs)
-            if problem := handler.wrong_kind(outputs):
-                wrong.append(problem)
-            return outputs
-
-        handler.inference = watched
-    return wrong
-
-
 def _replay(
-    service: load.Service, example: dict[str, Any], number: int, wrong: list[str]
+    service: load.Service,
+    example: dict[str, Any],
+    number: int,
+    seen: list[Any],
+    *,
+    is_recorded: bool,
 ) -> dict[str, Any]:
-    wrong.clear()
-    answer = answer_golden(service, example, number)
-    if wrong:
-        return {"answer": value_of(answer), "difference": wrong[0]}
-    if example["expected"] is None:
+    """Answer one golden request; `seen` gets the inputs of the model's calls."""
+    answer, calls = answer_golden(service, example, number)
+    seen += [inputs for inputs, _ in calls]
+    value = value_of(answer)
+    result: dict[str, Any] = {"answer": value, "difference": None}
+    wrong = (service.handler.wrong_kind(outputs) for _, outputs in calls)
+    if problem := next(filter(None, wrong), None):
+        return result | {"difference": problem}
+    if example["expected"] is not None:
+        expected = json.loads(Path(example["expected"]).read_bytes())
+        tolerance, report = example["tolerance"], getattr(service.handler, "report", None)
+        result["difference"] = compare_golden(answer, expected, tolerance, calls, report)
+    elif answer.status != 200:
         text = answer.body.decode("utf-8", "replace")
-        refusal = None if answer.status == 200 else f"got status {answer.status}: {text}"
-        return {"answer": value_of(answer), "difference": refusal}
-    expected = json.loads(Path(example["expected"]).read_bytes())
-    difference = compare_golden(answer, expected, example["tolerance"])
-    return {"answer": value_of(answer), "difference": difference}
+        result["difference"] = f"got status {answer.status}: {text}"
+    if is_recorded and calls and result["difference"] is None:
+        from modelyard.handlers.proof.witness import record  # and torch, which it needs
+
+        if model := record(calls):
+            moves = _moves(service, example, number, value)
+            result["seen"] = {"model": model} | ({"moves": moves} if moves else {})
+    return result
+
+
+def _moves(
+    service: load.Service, example: dict[str, Any], number: int, value: Any
+) -> dict[str, list[float]]:
+    """Return how far an answer's numbers move when the model's move as far as they may."""
+    from modelyard.handlers.proof.witness import nudged
+
+    moves: dict[str, Any] = {}
+    handler = service.handler
+    for seed in range(_DRAWS):
+        change = partial(nudged, report=handler.report, seed=seed)
+        with watched(handler, change):
+            other = value_of(answer_golden(service, example, number)[0])
+        differs, groups = pair_up(value, other)
+        for name, group in {} if differs else groups.items():
+            apart = differences(*group.numbers())
+            moves[name] = np.maximum(moves.get(name, 0.0), _MARGIN * apart)
+    return {name: [float(f"{move:.3g}") for move in each.flat] for name, each in moves.items()}

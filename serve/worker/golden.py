@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from modelyard.base.answers import json_difference
+from modelyard.archiver.report import Report
 from modelyard.handlers.errors import LoadError
 from modelyard.serve.dataplane import wire
 from modelyard.serve.worker.codec import OURS, Answer, Refusal, explain_error
 from modelyard.serve.worker.load import Service, describe
 from modelyard.serve.worker.loop import answer_batch
+
+Call = tuple[Any, Any]
+"""Inputs and outputs of one call of a model, as the handler has them."""
 
 
 def check_golden(service: Service, golden: Sequence[dict[str, Any]]) -> None:
@@ -25,8 +29,10 @@ def check_golden(service: Service, golden: Sequence[dict[str, Any]]) -> None:
     """
     for number, example in enumerate(golden):
         expected = json.loads(Path(example["expected"]).read_bytes())
-        answer = answer_golden(service, example, number)
-        if difference := compare_golden(answer, expected, example["tolerance"]):
+        answer, calls = answer_golden(service, example, number)
+        if difference := compare_golden(
+            answer, expected, example["tolerance"], calls, getattr(service.handler, "report", None)
+        ):
             said = f"golden request {number} ({example['request']}): {difference}"
             if answer.status == 200:
                 said += (
@@ -50,8 +56,10 @@ def replay_golden(service: Service, golden: Sequence[dict[str, Any]]) -> Answer:
     return Answer(200, {}, b"")
 
 
-def answer_golden(service: Service, example: dict[str, Any], number: int) -> Answer:
-    """Return the handler's answer to one golden request, alone in its batch."""
+def answer_golden(
+    service: Service, example: dict[str, Any], number: int
+) -> tuple[Answer, list[Call]]:
+    """Return the handler's answer to one golden request, alone in its batch, and its model's."""
     meta = [b"", b"", b"golden-%d" % number]
     if example["content_type"]:
         meta += [b"content-type", example["content_type"].encode()]
@@ -60,7 +68,39 @@ def answer_golden(service: Service, example: dict[str, Any], number: int) -> Ans
     folder = Path(service.context.system_properties["model_dir"])
     rules = replace(OURS, explain_error=partial(_explain, folder), write_error=_write)
     bare = replace(service, predict=service.golden or service.predict, rules=rules)
-    return answer_batch(bare, [item])[0]
+    with watched(service.handler) as calls:
+        return answer_batch(bare, [item])[0], calls
+
+
+@contextlib.contextmanager
+def watched(
+    handler: Any, change: Callable[[Any], Any] = lambda outputs: outputs
+) -> Iterator[list[Call]]:
+    """Gather the calls of a handler's model meanwhile; none where it is not one of ours.
+
+    Args:
+        handler: the handler, where it inherits from ours.
+        change: what becomes of outputs on their way to the handler.
+    """
+    calls: list[Call] = []
+    if handler is None:
+        yield calls
+        return
+    inference, own = handler.inference, vars(handler).get("inference")
+
+    def watch(inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        outputs = inference(inputs, *args, **kwargs)
+        calls.append((inputs, outputs))
+        return change(outputs)
+
+    handler.inference = watch
+    try:
+        yield calls
+    finally:
+        if own is None:
+            del handler.inference
+        else:
+            handler.inference = own
 
 
 def _explain(folder: Path, error: BaseException) -> Refusal:
@@ -73,17 +113,43 @@ def _write(refusal: Refusal, request_id: str) -> bytes:
     return refusal.message.encode()
 
 
-def compare_golden(answer: Answer, expected: dict[str, Any], tolerance: float) -> str | None:
-    """Return how an answer differs from {"label": …} or {"answer": …}, or None when it agrees."""
+def compare_golden(
+    answer: Answer,
+    expected: dict[str, Any],
+    tolerance: float,
+    calls: Sequence[Call] = (),
+    report: Report | None = None,
+) -> str | None:
+    """Return how an answer differs from what is expected, or None when it agrees.
+
+    Args:
+        answer: the handler's answer.
+        expected: {"label": …} or {"answer": …, "moves": …}, and what the model read and gave.
+        tolerance: largest scaled difference of an answer's numbers.
+        calls: calls of the handler's model.
+        report: report of its export.
+    """
     if answer.status != 200:
         text = answer.body.decode("utf-8", "replace")
         return f"expected an answer, got status {answer.status}: {text}"
     got = value_of(answer)
     if "label" in expected:
         label = max(got, key=got.__getitem__) if isinstance(got, dict) and got else got
-        agrees = str(label) == expected["label"]
-        return None if agrees else f'expected the label "{expected["label"]}", got "{label}"'
-    return json_difference(got, expected["answer"], tolerance)
+        if str(label) != expected["label"]:
+            return f'expected the label "{expected["label"]}", got "{label}"'
+    elif difference := _json_difference(got, expected["answer"], tolerance, expected.get("moves")):
+        return difference
+    if (recorded := expected.get("model")) is None:
+        return None
+    from modelyard.handlers.proof.witness import describe_difference  # and torch, which it needs
+
+    return describe_difference(recorded, calls, report)
+
+
+def _json_difference(*args: Any) -> str | None:
+    from modelyard.base.answers import json_difference  # and numpy, which it needs
+
+    return json_difference(*args)
 
 
 def value_of(answer: Answer) -> Any:

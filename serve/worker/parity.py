@@ -36,7 +36,6 @@ def _judge(artifact: Artifact, twin: Artifact, report: Report, other: Report) ->
     assert report.parity is not None, "the archiver asks for what is proven only"
     assert other.parity is not None
     parity = report.parity
-    rules = agree.joint_rules(parity, other.parity)
     probes = choose_probes(
         report.signature,
         parity.extent,
@@ -47,12 +46,20 @@ def _judge(artifact: Artifact, twin: Artifact, report: Report, other: Report) ->
         none = "the report names no inputs to compare on"
         differences = [] if parity.extent == "none" else [none]
         return {"cases": 0, "summary": "", "differences": differences}
+    rules = {
+        name: agree.within_reason(rule, probes)
+        for name, rule in agree.joint_rules(parity, other.parity).items()
+    }
+    # Learnt anew: a report that somebody altered may state any scale.
+    scales = agree.OutputScales()
+    for probe in probes:
+        scales.see(probe.kind, agree.run(twin, make_case(report.tried, probe)))
     measured: dict[str, list[dict[str, Any]]] = {name: [] for name in rules}
     for probe in probes:
         inputs = make_case(report.tried, probe)
-        pairs = zip(agree.run(twin, inputs), agree.run(artifact, inputs), strict=True)
-        for (name, rule), (expected, actual) in zip(rules.items(), pairs, strict=True):
-            measured[name].append(agree.compare(expected, actual, rule.tolerance))
+        outputs = agree.run(twin, inputs), agree.run(artifact, inputs), scales.of(probe.kind)
+        for (name, rule), expected, actual, scale in zip(rules.items(), *outputs, strict=True):
+            measured[name].append(agree.compare(expected, actual, rule.tolerance, scale))
     apart = (agree.disagreement(name, rule, measured[name], probes) for name, rule in rules.items())
     few = "; few inputs were tried, as by `modelyard export --quick`"
     return {

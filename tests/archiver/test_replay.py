@@ -87,7 +87,10 @@ def test_an_example_without_an_answer_records_what_the_handler_answers(
     assert result.exit_code == 0, result.stderr
     with open_archive(tmp_path / "digits.mar") as archive:
         recorded = json.loads(archive.read("MAR-INF/golden/0.expected.json"))["answer"]
-        assert json.loads(archive.read("MAR-INF/golden/1.expected.json")) == {"label": "3"}
+        labelled = json.loads(archive.read("MAR-INF/golden/1.expected.json"))
+    assert labelled["label"] == "3"
+    (read,), (gave,) = labelled["model"]["inputs"], labelled["model"]["outputs"]
+    assert (read["type"], gave["type"]) == ("float32[1,1,8,8]", "float32[1,10]")
     assert max(recorded, key=recorded.get) == "7"
     assert sum(recorded.values()) == pytest.approx(1)
     assert [path.name for path in tmp_path.iterdir()] == ["digits.mar"]
@@ -287,7 +290,8 @@ def test_verify_without_running_runs_nothing(tmp_path: Path) -> None:
 
     assert (code, [check["subject"] for check in found["checks"]]) == (0, ["digests"])
     assert not canary.exists()
-    assert verified(path)[0] == 0
+    code, found = verified(path)
+    assert (code, found["problems"][0][:9]) == (3, "nothing: ")
     assert canary.exists()
 
 

@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from modelyard.archiver.report import Parity
+from modelyard.archiver.report import TOLERANCES, Parity
 from modelyard.base.answers import json_difference
+from modelyard.base.scale import Scale
 from modelyard.handlers.proof.agree import (
-    TOLERANCES,
+    OutputScales,
     Rule,
     allowance,
     compare,
@@ -27,8 +28,16 @@ def rows(seed: int, scale: float = 1.0) -> Tensor:
     return torch.randn(50, 10, generator=torch.Generator().manual_seed(seed)).double() * scale
 
 
-def agrees(rule: Rule, expected: Tensor, found: Tensor) -> bool:
-    return rule.agrees(rule.merge([compare(expected, found, rule.tolerance)]))
+def learnt(seed: int, scale: float = 1.0, offset: float = 0.0) -> tuple[Scale, Tensor]:
+    """Return the scale of numbers of a spread and centre, and some more of them."""
+    scales = OutputScales()
+    for case in range(20):
+        scales.see("random", [rows(100 * seed + case, scale)[: 3 + case] + offset])
+    return scales.of()[0], rows(seed, scale) + offset
+
+
+def agrees(rule: Rule, expected: Tensor, found: Tensor, scale: Scale | None = None) -> bool:
+    return rule.agrees(rule.merge([compare(expected, found, rule.tolerance, scale)]))
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -36,43 +45,83 @@ def agrees(rule: Rule, expected: Tensor, found: Tensor) -> bool:
 def test_a_copy_may_be_off_by_the_tolerance_of_its_dtype_and_by_no_more(
     dtype: str, scale: float
 ) -> None:
-    rule, expected = rule_for(dtype), rows(0, scale)
-    largest = expected.abs().amax(1, keepdim=True).clamp(min=1.0)
-    assert agrees(rule, expected, expected + 0.99 * rule.tolerance * largest)
-    assert not agrees(rule, expected, expected + 1.01 * rule.tolerance * largest)
-    one_row = torch.zeros(50, 1)
-    one_row[7] = 1.01 * rule.tolerance
-    assert not agrees(rule, expected, expected + one_row * largest)
+    rule, (learned, expected) = rule_for(dtype), learnt(0, scale)
+    units = torch.from_numpy(learned.units(expected.numpy()))
+    assert agrees(rule, expected, expected + 0.99 * rule.tolerance * units, learned)
+    assert not agrees(rule, expected, expected + 1.01 * rule.tolerance * units, learned)
+    one = torch.zeros(50, 10)
+    one[7, 3] = 1.01 * rule.tolerance
+    assert not agrees(rule, expected, expected + one * units, learned)
 
 
-def test_a_large_row_hides_nothing_of_its_neighbour() -> None:
-    expected = torch.tensor([[1e6, 0.0], [1.0, 0.0]])
-    assert agrees(Rule(1e-4), expected, expected + torch.tensor([[50.0], [0.0]]))
-    assert not agrees(Rule(1e-4), expected, expected + torch.tensor([[0.0], [50.0]]))
+@pytest.mark.parametrize("scale", [10.0**power for power in range(-12, 13, 3)])
+@pytest.mark.parametrize("offset", [0.0, 100.0], ids=["around zero", "far from zero"])
+def test_neither_a_gain_nor_an_offset_hides_a_wrong_copy(scale: float, offset: float) -> None:
+    learned, expected = learnt(1, scale, offset * scale)
+    honest = expected.float().double()
+    middle = learned.centre.mean()
+    wrongs = {
+        "zero": expected * 0,
+        "the mean": torch.full_like(expected, float(middle)),
+        "1 % more": middle + (expected - middle) * 1.01,
+        "two places exchanged": expected[:, [1, 0, *range(2, 10)]],
+        "two rows exchanged": expected[[1, 0, *range(2, 50)]],
+    }
+    assert agrees(Rule(1e-4), expected, honest, learned)
+    missed = [
+        name for name, wrong in wrongs.items() if agrees(Rule(1e-4), expected, wrong, learned)
+    ]
+    assert missed == []
+
+
+def test_a_large_number_hides_nothing_of_its_neighbours() -> None:
+    columns = torch.tensor([1e6, 1.0, 1e-6] + [1.0] * 7).double()
+    scales = OutputScales()
+    for case in range(10):
+        scales.see("random", [rows(case)[: 2 + case] * columns])
+    (learned,), expected = scales.of(), rows(50) * columns
+    assert agrees(Rule(1e-4), expected, expected.float().double(), learned)
+    for place in range(10):
+        wrong = expected.clone()
+        wrong[:, place] *= 1.01
+        assert not agrees(Rule(1e-4), expected, wrong, learned)
 
 
 @pytest.mark.parametrize("scale", SCALES)
 def test_two_that_agree_with_a_checkpoint_agree_with_each_other(scale: float) -> None:
-    for seed, (a, b) in enumerate([(1e-4, 1e-4), (3e-2, 3e-2), (1e-2, 1e-4), (0.4, 0.5)]):
-        parities = [Parity({"y": a}), Parity({"y": b})]
-        (joint,) = joint_rules(*parities).values()
-        checkpoint = rows(seed, scale)
-        largest = checkpoint.abs().amax(1, keepdim=True).clamp(min=1.0)
-        for sign in (1, -1):  # the worst case: apart in opposite directions, the twin smaller
-            signs = checkpoint.sign() * sign
-            one, other = (checkpoint + signs * t * largest for t in (a * 0.999, -b * 0.999))
-            assert agrees(Rule(a), checkpoint, one)
-            assert agrees(Rule(b), checkpoint, other)
-            assert agrees(joint, other, one)
-            assert not agrees(joint, other, one + 3 * signs * (a + b) * largest)
+    for seed, (a, b) in enumerate([(1e-4, 1e-4), (3e-2, 3e-2), (1e-2, 1e-4)]):
+        (joint,) = joint_rules(Parity({"y": a}), Parity({"y": b})).values()
+        learned, checkpoint = learnt(seed, scale)
+        units = torch.from_numpy(learned.units(checkpoint.numpy()))
+        for sign in (1, -1):  # the worst case: apart in opposite directions
+            signs = (checkpoint - torch.from_numpy(learned.centre)).sign() * sign
+            one, other = (checkpoint + signs * t * units for t in (a * 0.999, -b * 0.999))
+            assert agrees(Rule(a), checkpoint, one, learned)
+            assert agrees(Rule(b), checkpoint, other, learned)
+            assert agrees(joint, other, one, learned)
+            assert not agrees(joint, other, one + 3 * signs * (a + b) * units, learned)
 
 
 @pytest.mark.parametrize("scale", SCALES)
-def test_eight_bits_keep_the_largest_value_and_the_direction(scale: float) -> None:
-    rule, expected = Rule(1e-4, is_quantized=True), rows(3, scale)
-    assert agrees(rule, expected, expected * 1.2)
-    assert not agrees(rule, expected, -expected)
-    assert not agrees(rule, expected, expected + rows(4, scale))
+def test_eight_bits_keep_the_largest_value_and_every_size(scale: float) -> None:
+    rule, (learned, expected) = Rule(1e-4, is_quantized=True), learnt(3, scale)
+    assert agrees(rule, expected, expected * 1.1, learned)
+    for wrong in (-expected, expected + rows(4, scale), expected * 1.4, expected * 10):
+        assert not agrees(rule, expected, wrong, learned)
+
+
+def test_eight_bits_are_held_to_what_their_report_measured() -> None:
+    learned, expected = learnt(5)
+    off = expected * (1 + 0.02 * rows(6))
+    measured = compare(expected, off, 1e-4, learned)["error"]
+    reports = [
+        Parity({"y": 1e-4}, is_quantized=True, errors={"y": measured}),
+        Parity({"y": 1e-4}, errors={"y": 1e-7}),
+    ]
+    (joint,) = joint_rules(*reports).values()
+    assert joint.max_error == pytest.approx(2 * measured, rel=1e-3)
+    error = compare(expected, expected + 3 * (off - expected), 1e-4, learned)["error"]
+    assert joint.max_error < error < Rule(1e-4, is_quantized=True).max_error
 
 
 def test_of_two_largest_values_that_tie_either_is_right() -> None:
@@ -80,18 +129,6 @@ def test_of_two_largest_values_that_tie_either_is_right() -> None:
     tied, moved = torch.tensor([[5.0, 5.0001, 0.0]]), torch.tensor([[5.01, 5.0, 0.0]])
     assert agrees(rule, tied, moved)
     assert not agrees(rule, torch.tensor([[5.0, 5.1, 0.0]]), moved)
-
-
-def test_two_that_approximate_are_judged_as_the_checkpoint_judged_them() -> None:
-    """Rows that moved between artifact and twin have moved between artifact and checkpoint."""
-    (joint,) = joint_rules(Parity({"y": 1e-4}, is_quantized=True), Parity({"y": 1e-4})).values()
-    assert joint.is_quantized
-    for seed in range(20):
-        checkpoint = rows(seed, 1e-3)  # where many rows tie
-        found = checkpoint + rows(seed + 100, 1e-4)
-        twin = checkpoint + rows(seed + 200).clamp(-1, 1) * 1e-4
-        certified = compare(checkpoint, found, 1e-4)["same"]
-        assert compare(twin, found, joint.tolerance)["same"] >= certified
 
 
 def test_integers_are_equal_at_every_size() -> None:
@@ -123,7 +160,7 @@ def test_a_disagreement_says_by_how_much_and_where() -> None:
     rule = Rule(1e-4)
     measured = [compare(torch.ones(1, 2) * x, torch.ones(1, 2) * y) for x, y in [(1, 1), (4, 5)]]
     assert disagreement("y", rule, measured, ["here", "there"]) == (
-        'output "y": max_abs 1.0e+00 (2.5e-01 scaled to values up to 4) over tolerance 0.0001 at '
+        'output "y": max_abs 1.0e+00 (2.5e-01 scaled, values up to 4) over tolerance 0.0001 at '
         "there"
     )
     assert disagreement("y", Rule(0.3), measured, ["here", "there"]) is None
@@ -135,15 +172,31 @@ def test_a_disagreement_says_by_how_much_and_where() -> None:
 @pytest.mark.parametrize(
     ("got", "expected", "difference"),
     [
-        pytest.param([1000.05, 0.01], [1000.0, 0.0], None, id="a list is a row"),
-        pytest.param([[1000.0], [0.05]], [[1000.0], [0.0]], None, id="with its lists"),
-        pytest.param([1.0, 0.05], [1.0, 0.0], "answer[1]: expected 0.0, got 0.05", id="too far"),
-        pytest.param({"a": 900.05, "b": 0.5}, {"a": 900.0, "b": 0.51}, None, id="an object too"),
+        pytest.param([1000.05, -0.0], [1000.0, 0.0], None, id="within"),
+        pytest.param(
+            [1e6, 0.9], [1e6, 0.1], "answer[1]: expected 0.1, got 0.9", id="beside a large number"
+        ),
+        pytest.param(
+            [[1e6], [0.9]], [[1e6], [0.1]], "answer[1][0]: expected 0.1, got 0.9", id="in its list"
+        ),
+        pytest.param(
+            {"price": 250000.5, "p_fraud": 0.9},
+            {"price": 250000.5, "p_fraud": 0.1},
+            "answer.p_fraud: expected 0.1, got 0.9",
+            id="in its object",
+        ),
+        pytest.param(
+            {"at": 1763918941.12, "score": 0.9},
+            {"at": 1763918941.12, "score": 0.1},
+            "answer.score: expected 0.1, got 0.9",
+            id="beside a time",
+        ),
+        pytest.param([1e-12], [1.01e-12], "answer[0]: expected 1.01e-12, got 1e-12", id="small"),
         pytest.param(
             {"a": [900.0], "b": [0.5]},
             {"a": [900.0], "b": [0.6]},
             "answer.b[0]: expected 0.6, got 0.5",
-            id="its lists are not",
+            id="in a list of an object",
         ),
         pytest.param([30522], [30523], "answer[0]: expected 30523, got 30522", id="whole numbers"),
         pytest.param([1], [1.0], None, id="a whole fraction"),

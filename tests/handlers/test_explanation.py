@@ -166,8 +166,8 @@ def test_input_for_which_the_twin_answers_otherwise_is_not_explained() -> None:
     with pytest.raises(TwinDiffers) as error:
         explain(model, X[:1], {})
     assert "the artifact gives 1 at output 0 and its twin 1.001" in str(error.value)
-    assert "expected a scaled difference of 0.0002, seen 0.00033" in str(error.value)
-    assert explain(replace(model, agreement=Rule(4e-4)), X[:1], {})
+    assert "expected a scaled difference of 0.0002, seen 0.0012" in str(error.value)
+    assert explain(replace(model, agreement=Rule(2e-3)), X[:1], {})
     assert explain(model, X[:1], {"method": "occlusion"})
 
 
@@ -179,7 +179,7 @@ def test_quantised_artifact_may_be_further_off_its_twin() -> None:
     )
     assert explain(model, X[:1], {})
     other = replace(model, twin=artifact(lambda x: -x))
-    with pytest.raises(TwinDiffers, match=r"a cosine of 0.99, seen -1\.0000"):
+    with pytest.raises(TwinDiffers, match=r"an error of at most 0.15, seen "):
         explain(other, X[:1], {})
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from modelyard.archiver.errors import CannotArchive
-from modelyard.archiver.report import joint_tolerance, parse_report
+from modelyard.archiver.report import ceiling, joint_tolerance, parse_report
 from modelyard.serve.dataplane import wire
 from modelyard.serve.dataplane.call import Reply, Stream
 from modelyard.serve.dataplane.wire import Payload
@@ -19,6 +19,10 @@ MOST_BYTES = 16 << 20
 """Longest answer that is compared otherwise than byte by byte."""
 DEFAULT_TOLERANCE = 1e-4
 """Tolerance of an archive whose certificate states none: that of float32."""
+MOST_ERROR = 0.15
+"""Error of a quantised archive whose certificate states none: the largest that an export takes."""
+_ERRORS = 4.0
+"""Errors as large as the certificate's that an answer may have: a softmax may enlarge them."""
 LENGTH_HEADER = "inference-header-content-length"
 
 
@@ -59,9 +63,13 @@ class Tolerance:
     """How far two answers may be apart that mean the same."""
 
     scaled: float = DEFAULT_TOLERANCE
-    """Largest difference of a number over the largest of its row, where that is above 1."""
+    """Largest difference of a number over its unit."""
     is_quantized: bool = False
-    """One of the two approximates: labels, or the cosine, decide."""
+    """One of the two approximates: labels are the same, and `error` decides."""
+    error: float = MOST_ERROR
+    """Largest error of the numbers of an answer, taken together, where one approximates."""
+    subject: str = ""
+    """Whose answers they are: scales are learnt for each subject alone."""
 
 
 @dataclass(frozen=True)
@@ -123,16 +131,27 @@ def read_tolerance(folder: Path, manifest: Mapping[str, Any] | None) -> Toleranc
     """
     name = ((manifest or {}).get("modelyard") or {}).get("report")
     try:
-        parity = parse_report((folder / name).read_bytes(), Path(name)).parity if name else None
+        report = parse_report((folder / name).read_bytes(), Path(name)) if name else None
     except (CannotArchive, OSError):
-        parity = None
-    if parity is None:
+        report = None
+    parity = None if report is None else report.parity
+    if report is None or parity is None:
         return Tolerance()
-    largest = max(parity.tolerances.values(), default=DEFAULT_TOLERANCE)
-    return Tolerance(largest, parity.is_quantized)
+    stated = [
+        min(parity.tolerances[spec.name], ceiling(spec.dtype)) for spec in report.signature.outputs
+    ]
+    scaled = max(stated, default=DEFAULT_TOLERANCE)
+    if not parity.is_quantized:
+        return Tolerance(scaled)
+    error = _ERRORS * max(parity.errors.values(), default=MOST_ERROR)
+    return Tolerance(scaled, is_quantized=True, error=min(MOST_ERROR, error))
 
 
-def both(one: Tolerance, other: Tolerance) -> Tolerance:
+def both(one: Tolerance, other: Tolerance, subject: str) -> Tolerance:
     """Return how far the answers of two archives may be apart, each as far from its checkpoint."""
-    scaled = joint_tolerance(one.scaled, other.scaled)
-    return Tolerance(scaled, one.is_quantized or other.is_quantized)
+    return Tolerance(
+        joint_tolerance(one.scaled, other.scaled),
+        one.is_quantized or other.is_quantized,
+        min(MOST_ERROR, sum(each.error for each in (one, other) if each.is_quantized)),
+        subject,
+    )

@@ -1,10 +1,11 @@
 """Whether a candidate's answer to a request means the same as the live version's.
 
-Numbers agree within what the certificates of both archives state, by the rule of an export
-(`handlers.agree`): the largest difference of a row over its largest value, where that is above 1.
-Whole numbers, texts and structure are the same. A quantised artifact agrees when its labels do,
-and, where an answer has none, when the cosine is 0.99. An answer of top-k labels may end with
-another label where both tie within the tolerance.
+Numbers agree within what the certificates of both archives state, each measured by its own unit,
+which is learnt from what the live version has answered (`modelyard.base.answers`); until enough is
+learnt, numbers that are not equal are not compared. Whole numbers, texts and structure are the
+same. A quantised artifact's labels are the same, and its numbers are as far off, taken together, as
+its certificate measured. An answer of top-k labels may end with another label where both tie within
+the tolerance. JSON in lines, CSV and npy are compared by what they say.
 
 A candidate runs its author's code: nothing that it answers makes this raise. It runs in a process
 that `comparer` starts, which alone has numpy.
@@ -13,19 +14,30 @@ that `comparer` starts, which alone has numpy.
 from __future__ import annotations
 
 import contextlib
+import csv
+import io
+import json
 import math
 import resource
 import socket
 import sys
 import zlib
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import orjson
 
 from modelyard.archiver.untrusted.json import parse_json
-from modelyard.base.answers import is_number, json_pairs, row_size
+from modelyard.base.answers import (
+    ENOUGH,
+    Scales,
+    compare_numbers,
+    is_number,
+    measure,
+    pair_up,
+)
 from modelyard.plugins.ops.rollout.answers import (
     LENGTH_HEADER,
     MOST_BYTES,
@@ -40,8 +52,6 @@ from modelyard.plugins.ops.rollout.answers import (
 
 MOST_JSON_BYTES = 4 << 20
 """Longest JSON of an answer that is read."""
-MIN_COSINE = 0.99
-"""Cosine of a quantised artifact's answer without labels, as of its outputs in an export."""
 _MOST_WORDS = 200
 """Characters of a difference."""
 _SHOWN = 4096
@@ -56,13 +66,23 @@ _WHOLE = {
     **{"UINT32": "<u4", "INT32": "<i4", "UINT64": "<u8", "INT64": "<i8"},
 }
 """A datatype → numpy's; BF16 is the upper half of a float."""
+_NAMES = {kind.lstrip("<"): name for name, kind in (_FLOATS | _WHOLE).items() if name != "BF16"}
 
 
-def compare(live: Answer, candidate: Answer, tolerance: Tolerance) -> Comparison:
+def compare(
+    live: Answer, candidate: Answer, tolerance: Tolerance, scales: Scales | None = None
+) -> Comparison:
     """Return whether the candidate's answer means what the live version's does.
 
+    Args:
+        live: the live version's.
+        candidate: the candidate's.
+        tolerance: how far they may be apart.
+        scales: learns from the live version's answers; without it numbers measure themselves.
+
     Raises:
-        NotCompared: the live version's answer is too large, or compressed in a way of its own.
+        NotCompared: the live version's answer is too large, or compressed in a way of its own; or
+            numbers differ whose scale is not known yet.
     """
     if (failure := compare_statuses(live.status, candidate.status)) is not None:
         return failure
@@ -73,24 +93,38 @@ def compare(live: Answer, candidate: Answer, tolerance: Tolerance) -> Comparison
         after = _read(_decompressed(candidate))
     except NotCompared:  # what the live version has sent can be read
         return _differ(f"answer: expected {len(live.body)} bytes, got {len(candidate.body)}")
-    if not before.is_json or not after.is_json:
+    if before.kind != after.kind or before.kind == "bytes":
         return _differ(_describe(before, after))
     try:
-        return _compare_documents(before, after, tolerance)
+        with np.errstate(all="ignore"):
+            if scales is not None:
+                _learn(before, scales)
+            return _judge(_apart(before, after, tolerance, scales), tolerance, scales)
     except RecursionError:
         return _differ("answer: nested deeper than it can be compared")
 
 
-def _compare_documents(before: _Document, after: _Document, tolerance: Tolerance) -> Comparison:
+def _apart(
+    before: _Document, after: _Document, tolerance: Tolerance, scales: Scales | None
+) -> Apart:
     """Compare what two answers say."""
     tensors, others = (_read_tensors(each.value, each.tail) for each in (before, after))
     if tensors is not None and others is not None:
         if (difference := _shapes_differ(tensors, others)) is not None:
-            return _differ(difference)
-        return _judge(_tensors_apart(tensors, others, tolerance.scaled), tolerance)
+            return Apart(math.inf, difference, None)
+        return _tensors_apart(tensors, others, tolerance.scaled, scales)
     if len(before.tail) > 0 or len(after.tail) > 0:
-        return _differ("tensors: the bytes are not what their JSON says")
-    return _judge(_json_apart(before.value, after.value, tolerance.scaled), tolerance)
+        return Apart(math.inf, "tensors: the bytes are not what their JSON says", None)
+    return _json_apart(before.value, after.value, tolerance, scales)
+
+
+def _learn(before: _Document, scales: Scales) -> None:
+    """Learn from an answer of the live version."""
+    tensors = _read_tensors(before.value, before.tail)
+    scales.see(before.value if tensors is None else None)
+    for name, tensor in (tensors or {}).items():
+        if tensor.datatype in _FLOATS:
+            scales.learn(name, tensor.values.astype("f8"))
 
 
 class _Document(NamedTuple):
@@ -100,21 +134,21 @@ class _Document(NamedTuple):
     """What its JSON says, or its text; else its bytes."""
     tail: memoryview = memoryview(b"")
     """What is behind its JSON."""
-    is_json: bool = True
-    """Whether its value is one that JSON has."""
+    kind: str = "JSON"
+    """What its value was read from: JSON, lines of JSON, CSV, npy; or that nothing was: bytes."""
 
 
 class Apart(NamedTuple):
     """How far two answers are from each other."""
 
     scaled: float
-    """Largest difference of a row over its largest value, where that is above 1."""
+    """Largest difference of a number over its unit; infinite where anything else differs."""
     place: str
     """Where, and what stands there; empty where they are the same."""
     labels_agree: bool | None
     """Whether they name the same labels; None where they name none."""
-    cosine: float
-    """Cosine between the two as vectors."""
+    error: float = math.inf
+    """Largest root mean square, over groups of numbers, of the differences over their sizes."""
 
 
 def _decompressed(answer: Answer) -> Answer:
@@ -135,32 +169,87 @@ def _decompressed(answer: Answer) -> Answer:
 
 
 def _read(answer: Answer) -> _Document:
-    """Read an answer's JSON and what is behind it, or its text."""
+    """Read an answer's JSON and what is behind it, its lines, its array or its text."""
     length = answer.headers.get(LENGTH_HEADER, "")
-    kind = answer.headers.get("content-type", "")
+    kind = answer.headers.get("content-type", "").partition(";")[0].strip().lower()
     view = memoryview(answer.body)
-    as_bytes = _Document(bytes(view[:_SHOWN]), view, is_json=False)
-    if not length and not kind.startswith(("application/json", "text/")):
-        return as_bytes
+    as_bytes = _Document(bytes(view[:_SHOWN]), view, "bytes")
     if length and not (length.isascii() and length.isdigit() and len(length) < 18):
         return as_bytes
     head = view[: int(length)] if length else view
+    read = None if length else _READERS.get(kind)
+    if not length and read is None and not kind.startswith("text/") and not _is_json(kind):
+        return as_bytes
     if len(head) > MOST_JSON_BYTES or len(view) > MOST_BYTES:
         raise NotCompared("too large")
     try:
-        return _Document(parse_json(bytes(head), fast=orjson.loads), view[len(head) :])
-    except ValueError:  # NaN, too, which JSON does not have
+        if read is not None:
+            return _Document(read(bytes(head)), kind=kind)
+        return _Document(_parse(bytes(head)), view[len(head) :])
+    except ValueError:
         try:
             return _Document(str(head, "utf-8")) if kind.startswith("text/") else as_bytes
         except UnicodeDecodeError:
             return as_bytes
 
 
+def _is_json(kind: str) -> bool:
+    return kind == "application/json" or kind.endswith("+json")
+
+
+def _parse(text: bytes) -> Any:
+    """Read JSON, and NaN and infinities, which many write and JSON does not have.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    try:
+        return parse_json(text, fast=orjson.loads)
+    except ValueError:
+        if b"NaN" not in text and b"Infinity" not in text:
+            raise
+        return json.loads(text)
+
+
+def _read_lines(text: bytes) -> list[Any]:
+    return [_parse(line) for line in text.splitlines() if line.strip()]
+
+
+def _read_csv(text: bytes) -> list[list[Any]]:
+    return [list(map(_read_cell, row)) for row in csv.reader(io.StringIO(text.decode()))]
+
+
+def _read_cell(cell: str) -> Any:
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(cell)
+    return cell
+
+
+def _read_npy(data: bytes) -> Any:
+    """Read an array as an answer of the Open Inference Protocol has it."""
+    array = np.load(io.BytesIO(data), allow_pickle=False)
+    name = _NAMES.get(array.dtype.newbyteorder("<").str.lstrip("|"), "")
+    return {
+        "outputs": [
+            {"name": "array", "datatype": name, "shape": list(array.shape), "data": array.tolist()}
+        ]
+    }
+
+
+_READERS: dict[str, Callable[[bytes], Any]] = {
+    **dict.fromkeys(("application/x-ndjson", "application/jsonl", "application/jsonlines"),
+                    _read_lines),
+    "text/csv": _read_csv,
+    "application/x-npy": _read_npy,
+}  # fmt: skip
+"""Content type → what reads it, or raises ValueError."""
+
+
 def _describe(before: _Document, after: _Document) -> str:
-    """Return how two answers differ of which one at least is not JSON."""
-    if before.is_json != after.is_json:
-        words = {True: "JSON", False: "something that is not JSON"}
-        return f"answer: expected {words[before.is_json]}, got {words[after.is_json]}"
+    """Return how two answers differ of which one at least could not be read."""
+    if before.kind != after.kind:
+        return f"answer: expected {before.kind}, got {after.kind}"
     sizes = f"expected {len(before.tail)} bytes, got {len(after.tail)}"
     pairs = zip(before.value, after.value, strict=False)
     place = next((at for at, (one, other) in enumerate(pairs) if one != other), None)
@@ -175,16 +264,21 @@ def _differ(difference: str) -> Comparison:
     return Comparison(Verdict.DIFFERS, None, difference[:_MOST_WORDS], math.inf)
 
 
-def _judge(apart: Apart, tolerance: Tolerance) -> Comparison:
-    """Return what a difference means."""
+def _judge(apart: Apart, tolerance: Tolerance, scales: Scales | None) -> Comparison:
+    """Return what a difference means.
+
+    Raises:
+        NotCompared: numbers differ whose scale is not known yet.
+    """
     if not apart.scaled:  # another order of keys, another way to write a number
         return Comparison(Verdict.EQUAL, labels_agree=True)
-    if not tolerance.is_quantized:
-        agrees = apart.scaled <= tolerance.scaled
-    elif apart.labels_agree is None:
-        agrees = apart.cosine >= MIN_COSINE
+    if tolerance.is_quantized:
+        agrees = apart.labels_agree is not False and apart.error <= tolerance.error
     else:
-        agrees = apart.labels_agree
+        agrees = apart.scaled <= tolerance.scaled
+    is_known = scales is None or scales.answers >= ENOUGH
+    if not agrees and not is_known and apart.error < math.inf and apart.labels_agree is not False:
+        raise NotCompared("the scale of the numbers is not learnt yet")
     verdict = Verdict.WITHIN_TOLERANCE if agrees else Verdict.DIFFERS
     return Comparison(verdict, apart.labels_agree, apart.place[:_MOST_WORDS], apart.scaled)
 
@@ -307,24 +401,27 @@ def _shapes_differ(live: Mapping[str, _Tensor], candidate: Mapping[str, _Tensor]
 
 
 def _tensors_apart(
-    live: Mapping[str, _Tensor], candidate: Mapping[str, _Tensor], tolerance: float
+    live: Mapping[str, _Tensor],
+    candidate: Mapping[str, _Tensor],
+    tolerance: float,
+    scales: Scales | None,
 ) -> Apart:
     """Compare all outputs; both answers have the same names, datatypes and shapes."""
     found = [
         _texts_apart(name, tensor.values.flat, candidate[name].values.flat)
         if tensor.datatype == "BYTES"
-        else _numbers_apart(name, tensor, candidate[name].values, tolerance)
+        else _numbers_apart(name, tensor, candidate[name].values, tolerance, scales)
         for name, tensor in live.items()
     ]
     labels = [each.labels_agree for each in found if each.labels_agree is not None]
     worst = max(found, key=lambda each: each.scaled)
-    cosine = min(each.cosine for each in found)
-    return Apart(worst.scaled, worst.place, all(labels) if labels else None, cosine)
+    error = max(each.error for each in found)
+    return Apart(worst.scaled, worst.place, all(labels) if labels else None, error)
 
 
 def _texts_apart(name: str, live: Any, candidate: Any) -> Apart:
     """Compare texts: equal, or `value:index:label` of a classification, whose values may differ."""
-    largest, place = 0.0, ""
+    largest, error, place = 0.0, 0.0, ""
     labels_agree = True
     for at, (expected, got) in enumerate(zip(live, candidate, strict=True)):
         if expected == got:
@@ -334,11 +431,11 @@ def _texts_apart(name: str, live: Any, candidate: Any) -> Apart:
             labels_agree = False
             scaled = math.inf
         else:
-            scaled = abs(before[0] - after[0]) / max(1.0, abs(before[0]))
-            scaled = scaled if math.isfinite(scaled) else math.inf
+            scaled = compare_numbers(pair_up([before[0]], [after[0]])[1]).scaled
+            error = max(error, scaled)
         if scaled > largest:
             largest, place = scaled, f"output {name}[{at}]: expected {expected!r}, got {got!r}"
-    return Apart(largest, place, labels_agree, 1.0 if labels_agree else 0.0)
+    return Apart(largest, place, labels_agree, error if labels_agree else math.inf)
 
 
 def _class(text: Any) -> tuple[float, str] | None:
@@ -353,59 +450,54 @@ def _class(text: Any) -> tuple[float, str] | None:
         return None
 
 
-def _numbers_apart(name: str, live: _Tensor, candidate: np.ndarray, tolerance: float) -> Apart:
+def _numbers_apart(
+    name: str,
+    live: _Tensor,
+    candidate: np.ndarray,
+    tolerance: float,
+    scales: Scales | None,
+) -> Apart:
     labels_agree = True if live.is_ranked else None
-    if not live.values.size:
-        return Apart(0.0, "", labels_agree, 1.0)
-    rows = live.values.shape[0] if live.values.ndim > 1 else 1
-    own, others = live.values.reshape(rows, -1), candidate.reshape(rows, -1)  # (N, values)
-    with np.errstate(all="ignore"):
-        expected, got = own.astype("f8"), others.astype("f8")
-        is_same = (own == others) | (np.isnan(expected) & np.isnan(got))
-        apart = np.abs(got - expected)
-        apart[~np.isfinite(apart) | (live.datatype in _WHOLE)] = np.inf
-        apart[is_same] = 0.0
-        sizes = np.where(np.isfinite(expected), np.abs(expected), 0.0).max(1, initial=1.0)  # (N)
-        scaled = apart.max(1) / sizes
+    own = live.values
+    if not own.size:
+        return Apart(0.0, "", labels_agree, 0.0)
+    if live.datatype in _WHOLE:
+        scaled = errors = np.where(own == candidate, 0.0, math.inf)
+    else:
+        expected, got = own.astype("f8"), candidate.astype("f8")
+        scale = scales.of(name, expected) if scales is not None else None
+        scaled, errors = measure(expected, got, scale)
         if live.is_ranked:
             # NaN is the largest, as torch and numpy have it.
-            ranks = [np.where(np.isnan(each), np.inf, each).reshape(-1, live.values.shape[-1])
-                     for each in (expected, got)]  # fmt: skip
-            first, other = (each.argmax(1)[:, None] for each in ranks)
-            lead = np.take_along_axis(ranks[0], first, 1) - np.take_along_axis(ranks[0], other, 1)
-            lead[(first == other) | np.isnan(lead)] = 0.0
-            labels_agree = bool((lead.reshape(rows, -1).max(1) <= 2 * tolerance * sizes).all())
-        is_finite = np.isfinite(expected) & np.isfinite(got)
-        one, two = expected[is_finite], got[is_finite]
-        dot, lengths = float(one @ two), float(np.linalg.norm(one) * np.linalg.norm(two))
-    row = int(scaled.argmax())
-    at, largest = int(apart[row].argmax()), float(scaled[row])
-    pair = f"expected {own[row, at].item()}, got {others[row, at].item()}"
-    place = f"output {name}[{row * own.shape[1] + at}]: {pair}" if largest else ""
-    cosine = min(1.0, dot / lengths) if 0 < lengths < math.inf else float(largest == 0)
-    return Apart(largest, place, labels_agree, cosine)
+            ranks = [np.where(np.isnan(each), np.inf, each) for each in (expected, got)]
+            at = np.stack([each.argmax(-1) for each in ranks], -1)
+            tops = np.take_along_axis(ranks[0], at, -1)
+            with np.errstate(invalid="ignore"):
+                lead = np.nan_to_num(tops[..., 0] - tops[..., 1])
+            finite = np.where(np.isfinite(expected), expected, 0.0)
+            units = np.abs(finite) if scale is None else scale.units(finite)
+            ties = tolerance * np.take_along_axis(units, at, -1).sum(-1)
+            labels_agree = bool(((at[..., 0] == at[..., 1]) | (lead <= ties)).all())
+    largest, place = int(scaled.argmax()), ""
+    if scaled.flat[largest]:
+        pair = f"expected {own.flat[largest].item()}, got {candidate.flat[largest].item()}"
+        place = f"output {name}[{largest}]: {pair}"
+    error = math.sqrt(float(np.square(errors).mean()))
+    return Apart(float(scaled.flat[largest]), place, labels_agree, error)
 
 
 # -- JSON ----------------------------------------------------------------------------------------
 
 
-def _json_apart(live: Any, candidate: Any, tolerance: float) -> Apart:
+def _json_apart(live: Any, candidate: Any, tolerance: Tolerance, scales: Scales | None) -> Apart:
     """Measure how far two answers in JSON are apart."""
-    labels_agree = _labels_agree(live, candidate, tolerance)
-    live, candidate = _without_ties(live, candidate, tolerance)
-    largest, place = 0.0, ""
-    dot = expected_squares = got_squares = 0.0
-    for pair in json_pairs(candidate, live):
-        if pair.scaled > largest:
-            largest, place = pair.scaled, str(pair)[:_MOST_WORDS]
-        if is_number(pair.expected) and is_number(pair.got):
-            expected, got = float(pair.expected), float(pair.got)
-            dot += expected * got
-            expected_squares += expected * expected
-            got_squares += got * got
-    lengths = math.sqrt(expected_squares) * math.sqrt(got_squares)
-    cosine = dot / lengths if 0 < lengths < math.inf else 0.0
-    return Apart(largest, place, labels_agree, cosine)
+    labels_agree = _labels_agree(live, candidate, tolerance.scaled)
+    other, groups = pair_up(*_without_ties(live, candidate, tolerance))
+    if other is not None:
+        return Apart(math.inf, str(other)[:_MOST_WORDS], labels_agree)
+    numbers = compare_numbers(groups, scales)
+    place = str(numbers.worst)[:_MOST_WORDS] if numbers.worst else ""
+    return Apart(numbers.scaled, place, labels_agree, numbers.error)
 
 
 def _labels_agree(live: Any, candidate: Any, tolerance: float) -> bool | None:
@@ -447,12 +539,11 @@ def _top_agrees(live: dict[Any, float], candidate: dict[Any, float], tolerance: 
     first, other = max(live, key=live.__getitem__), max(candidate, key=candidate.__getitem__)
     if first == other:
         return True
-    ties = 2 * tolerance * row_size(list(live.values()))
-    return other in live and live[first] - live[other] <= ties
+    return other in live and live[first] - live[other] <= 2 * tolerance * abs(live[first])
 
 
-def _without_ties(live: Any, candidate: Any, tolerance: float) -> tuple[Any, Any]:
-    """Return both without the last labels of a top-k that only one of them has, where they tie."""
+def _without_ties(live: Any, candidate: Any, tolerance: Tolerance) -> tuple[Any, Any]:
+    """Return both with the same labels: the last of a top-k may be others, where they tie."""
     if isinstance(live, list) and isinstance(candidate, list) and len(live) == len(candidate):
         if not any(isinstance(each, list | dict) for each in live):
             return live, candidate
@@ -463,10 +554,11 @@ def _without_ties(live: Any, candidate: Any, tolerance: float) -> tuple[Any, Any
     shared = live.keys() & candidate.keys()
     if len(shared) < len(live) and _is_top_k(live) and _is_top_k(candidate):
         odd = [*_odd(live, shared), *_odd(candidate, shared)]
-        lowest = min(*live.values(), *candidate.values())
-        ties = 2 * tolerance * row_size(list(live.values()))
+        lowest, ties = min(*live.values(), *candidate.values()), 2 * tolerance.scaled * max(odd)
+        if tolerance.is_quantized:
+            ties = 2 * tolerance.error * max(live.values())
         if shared and len(live) == len(candidate) and max(odd) - lowest <= ties:
-            return {key: live[key] for key in shared}, {key: candidate[key] for key in shared}
+            return live, {key: candidate.get(key, value) for key, value in live.items()}
     elif len(shared) == len(live) == len(candidate):
         both = {key: _without_ties(live[key], candidate[key], tolerance) for key in live}
         return {key: one for key, (one, _) in both.items()}, {
@@ -500,6 +592,7 @@ def main(descriptor: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (_MOST_MEMORY, _MOST_MEMORY))
     with socket.socket(fileno=descriptor) as server, contextlib.suppress(OSError):
         reader = server.makefile("rb")
+        subjects: defaultdict[str, Scales] = defaultdict(Scales)
         while line := reader.readline():
             said = orjson.loads(line)
             live, candidate = (
@@ -507,7 +600,9 @@ def main(descriptor: int) -> None:
                 for status, headers, size in said["sides"]
             )
             try:
-                found: Any = compare(live, candidate, Tolerance(**said["tolerance"]))
+                tolerance = Tolerance(**said["tolerance"])
+                scales = subjects[tolerance.subject]
+                found: Any = compare(live, candidate, tolerance, scales)
             except NotCompared as reason:
                 found = {"reason": str(reason)}
             except MemoryError:

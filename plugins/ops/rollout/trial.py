@@ -74,7 +74,7 @@ class Trial:
         self._metrics = metrics
         self._rule = parse_rule(plan.rule, plan.expect)
         one, other = (read_tolerance(model.folder, model.manifest) for model in (live, candidate))
-        self._tolerance = both(one, other)
+        self._tolerance = both(one, other, f"{live.name} {live.version}")
         self._tally = Tally()
         self._worst = Worst(plan.keeps_inputs)
         self._dropped: Counter[str] = Counter()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gzip
 import math
 import random
@@ -13,6 +14,7 @@ import numpy as np
 import orjson
 import pytest
 
+from modelyard.base.answers import Scales
 from modelyard.handlers.tensors import TensorRequest, Wanted, write_answer
 from modelyard.plugins.ops.rollout import answers
 from modelyard.plugins.ops.rollout import compare as module
@@ -51,7 +53,7 @@ CASES: dict[str, tuple[Any, Any, Verdict, bool | None]] = {
     "another label": (TOP, {"1": 0.9, "7": 0.05, "2": 0.03}, Verdict.DIFFERS, False),
     "a tie": ({"a": 0.5, "b": 0.49999}, {"a": 0.49999, "b": 0.5}, Verdict.WITHIN_TOLERANCE, True),
     "the last of top-k ties": (
-        {"7": 0.9, "1": 0.02, "2": 0.01001},
+        {"7": 0.9, "1": 0.02, "2": 0.010001},
         {"7": 0.9, "1": 0.02, "3": 0.01},
         Verdict.EQUAL,
         True,
@@ -111,6 +113,7 @@ def test_a_difference_names_the_place_and_both_values() -> None:
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_tensors_agree_as_an_exports_parity_would_have_it(dtype: str, is_binary: bool) -> None:
     """The numbers of the rule that exports are judged by, without torch."""
+    scales = Scales()
     import torch
 
     from modelyard.handlers.proof import agree
@@ -119,14 +122,22 @@ def test_tensors_agree_as_an_exports_parity_would_have_it(dtype: str, is_binary:
     for nudge in (0.0, 1e-3, 1e-2, 0.2):
         live = (rng.standard_normal((50, 10)) * 3).astype(dtype)
         other = (live + nudge * rng.standard_normal(live.shape)).astype(dtype)
-        tolerance = Tolerance(1e-2)
-        found = compare(
-            tensors(live, is_binary=is_binary),
-            tensors(other, version="2.0", is_binary=is_binary),
-            tolerance,
+        for _ in range(10):
+            scales.learn("logits", (rng.standard_normal((50, 10)) * 3).astype("f8"))
+        scales.answers += 10
+        before = tensors(live, is_binary=is_binary)
+        scale = copy.deepcopy(scales)
+        scale.see(None)
+        scale.learn("logits", live.astype("f8"))
+        after = tensors(other, version="2.0", is_binary=is_binary)
+        found = compare(before, after, Tolerance(1e-2), scales)
+        wanted = agree.compare(
+            torch.from_numpy(live).double(),
+            torch.from_numpy(other).double(),
+            1e-2,
+            scale.of("logits", live),
         )
-        wanted = agree.compare(torch.from_numpy(live), torch.from_numpy(other), 1e-2)
-        few_digits = 1e-3 if dtype == "float16" and not is_binary else 1e-5
+        few_digits = {"float16": 1e-3, "float32": 1e-4}.get(dtype, 1e-5)
         assert found.scaled == pytest.approx(wanted["scaled"], rel=few_digits)
         assert found.agrees == (wanted["scaled"] <= 1e-2)
         assert found.labels_agree == (wanted["same"] == wanted["rows"])
@@ -158,7 +169,7 @@ def test_bfloat16_is_read() -> None:
         found = compare(
             tensors(live, is_binary=is_binary), tensors(live * 2, is_binary=is_binary), TOLERANCE
         )
-        assert found.difference == "output logits[2]: expected 3.0, got 6.0"
+        assert found.difference == "output logits[0]: expected 1.0, got 2.0"
         assert found.labels_agree
 
 
@@ -205,14 +216,18 @@ def test_a_quantised_artifact_agrees_when_its_labels_do() -> None:
     assert compare(said(TOP), said(TOP | {"7": 0.8}), QUANTIZED).agrees
     other = compare(said(TOP), said({"1": 0.9, "7": 0.1, "2": 0.0}), QUANTIZED)
     assert other.verdict is Verdict.DIFFERS
-    shortened = {"7": 0.88, "2": 0.05, "3": 0.04}  # int8 ranks what is small otherwise
-    assert compare(said(TOP), said(shortened), QUANTIZED).agrees
+    scales = Scales()
+    for high in range(60, 100, 3):
+        scales.see({"7": high / 100, "1": (100 - high) / 200, "2": (100 - high) / 300})
+    shortened = {"7": 0.88, "2": 0.04, "3": 0.03}  # int8 ranks what is small otherwise
+    assert compare(said(TOP), said(shortened), QUANTIZED, scales).agrees
 
 
-def test_a_quantised_answer_without_labels_agrees_by_its_cosine() -> None:
+def test_a_quantised_answer_without_labels_agrees_by_its_error() -> None:
     live, near = np.array([1.0, 2.0, 3.0]), np.array([1.1, 2.0, 3.0])
     assert compare(tensors(live), tensors(near), QUANTIZED).agrees
-    assert not compare(tensors(live), tensors(-near), QUANTIZED).agrees
+    for other in (-near, live * 10, live * np.array([1.0, 1.0, 2.0])):
+        assert not compare(tensors(live), tensors(other), QUANTIZED).agrees
 
 
 @pytest.mark.parametrize(
@@ -361,6 +376,6 @@ def test_a_certificate_says_how_far_answers_may_be_apart(
     manifest = {"modelyard": {"report": f"{artifact.name}.report.json"}}
     assert answers.read_tolerance(artifact.parent, manifest) == Tolerance(1e-4)
     assert answers.read_tolerance(artifact.parent, None) == Tolerance()
-    both = answers.both(Tolerance(1e-4), Tolerance(1e-3, is_quantized=True))
+    both = answers.both(Tolerance(1e-4), Tolerance(1e-3, is_quantized=True), "m 1.0")
     assert both.is_quantized
     assert both.scaled == pytest.approx(1.1e-3, rel=1e-2)
