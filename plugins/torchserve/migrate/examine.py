@@ -462,10 +462,8 @@ def _examine(configuration: Configuration, environment: Mapping[str, str]) -> It
         said.extend(read_log_config(file, environment, own.directory)[1])
         return f"{file.name} is followed"
 
-    vmargs, fit = (
-        own.properties.get("vmargs", ""),
-        "certificate and key can be read, and fit each other",
-    )
+    vmargs = own.properties.get("vmargs", "")
+    fit = "certificate and key can be read, and fit each other"
     checks: dict[str, Callable[[], object]] = {
         "TLS": lambda: fit if read_tls(own) else "",
         "logs": logs,
