@@ -190,12 +190,13 @@ def archive(
             "handler": plan.manifest.handler,
             "files": files,
             "warnings": [*plan.warnings, *filter(None, [packed.warning])],
+            "coverage": packed.coverage,
         }
         print(json.dumps(described, indent=2))
     else:
         _print_files(files, "role")
-        if plan.choice:
-            print(plan.choice)
+        for line in filter(None, (plan.choice, packed.coverage)):
+            print(line)
         print(f"{packed.path}: {len(files)} files, digest {packed.digest}")
 
 

@@ -13,13 +13,14 @@ from modelyard.archiver.untrusted.names import REFERENCE_NAME
 from modelyard.archiver.verify import find_pair
 
 
-def rehearse(plan: Plan, folder: Path) -> tuple[Mapping[str, bytes], str]:
+def rehearse(plan: Plan, folder: Path) -> tuple[Mapping[str, bytes], str, str]:
     """Load the plan's files, which lie in `folder`, as a worker does, and replay the examples.
 
     Returns:
         The golden answers' files → what is expected, and what the model read and gave; and
         the file of the reference, where requests for it were given. Then what was repeated where
-        the artifact was proven on other versions: its parity with its twin too.
+        the artifact was proven on other versions: its parity with its twin too. Last, which changes
+        of the pipeline the golden requests would notice.
 
     Raises:
         CannotArchive: the archive does not load, or answers something else than expected; the
@@ -44,13 +45,26 @@ def rehearse(plan: Plan, folder: Path) -> tuple[Mapping[str, bytes], str]:
     if problems:
         raise CannotArchive(summary, problems)
     answers = {
-        result.golden.expected: format_json(_expected(plan, result) | dict(result.seen))
+        result.golden.expected: format_json(dict(result.seen) | _expected(plan, result))
         for result in outcome.golden
     }
     if outcome.reference:
         answers[REFERENCE_NAME] = outcome.reference
     golden = len(outcome.golden) - len(plan.unanswered)
-    return answers, describe_repeated(golden, outcome.parity.cases if outcome.parity else 0)
+    repeated = describe_repeated(golden, outcome.parity.cases if outcome.parity else 0)
+    return answers, repeated, describe_coverage(outcome.coverage)
+
+
+def describe_coverage(coverage: Mapping[str, str]) -> str:
+    """Return which changes golden requests would notice, and the examples that are missing."""
+    if not coverage:
+        return ""
+    missed = {name: example for name, example in coverage.items() if example}
+    text = f"golden coverage {len(coverage) - len(missed)} of {len(coverage)}"
+    if missed:
+        said = (f"none sees `{name}` (add an example {what})" for name, what in missed.items())
+        text += f": {'; '.join(said)}"
+    return text
 
 
 def _expected(plan: Plan, result: GoldenResult) -> dict[str, Any]:

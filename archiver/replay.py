@@ -69,6 +69,8 @@ class Replay:
     device: str
     golden: tuple[GoldenResult, ...]
     parity: ParityResult | None
+    coverage: Mapping[str, str] = field(default_factory=dict)
+    """Change of the pipeline → what an example must have to notice it; empty where one does."""
     reference: bytes | None = None
     """The file of `archiver.reference`, where requests for it were given."""
 
@@ -124,6 +126,7 @@ def replay(
             for each, found in zip(golden, result["golden"], strict=True)
         ),
         parity=ParityResult(pair, **result["parity"]) if pair else None,
+        coverage=result.get("coverage", {}),
         reference=result["reference"].encode() if reference else None,
     )
 

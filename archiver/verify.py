@@ -13,6 +13,7 @@ from modelyard.archiver.read import Archive
 from modelyard.archiver.replay import Pair, ParityResult, Replay, replay
 from modelyard.archiver.report import ceiling, parse_report
 from modelyard.archiver.signing import find_signer
+from modelyard.archiver.untrusted.json import parse_json
 from modelyard.archiver.untrusted.names import SIGNING_NAME
 
 if TYPE_CHECKING:
@@ -141,7 +142,7 @@ def _run(archive: Archive, device: str) -> Iterator[Check]:
         yield Check("loading", "not possible", str(error))
         return
     yield Check("loading", f"as a worker, on {outcome.device}")
-    yield from _golden_checks(outcome)
+    yield from _golden_checks(archive, outcome)
     if not outcome.golden and not (outcome.parity and outcome.parity.cases):
         yield Check(
             "nothing",
@@ -164,11 +165,13 @@ def _describe(outcome: Replay) -> str:
     return describe_repeated(len(outcome.golden), parity.cases if parity else 0)
 
 
-def _golden_checks(outcome: Replay) -> Iterator[Check]:
+def _golden_checks(archive: Archive, outcome: Replay) -> Iterator[Check]:
     for i, result in enumerate(outcome.golden):
+        has_model = "model" in parse_json(archive.read(result.golden.expected))
+        seen = "" if has_model else "; what the model reads and gives is not recorded"
         yield Check(
             f"golden {i}",
-            "differs" if result.difference else "answered as expected",
+            "differs" if result.difference else f"answered as expected{seen}",
             result.difference and f"{result.golden.request}: {result.difference}",
         )
 

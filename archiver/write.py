@@ -53,6 +53,8 @@ class Packed:
     files: tuple[PackedFile, ...]
     warning: str = ""
     """How it does on versions that nobody has proven, where those are other ones than here."""
+    coverage: str = ""
+    """Which changes of its pipeline golden requests would notice; empty where none was tried."""
 
 
 def write_archive(
@@ -126,13 +128,13 @@ def write_plan(
             f"cannot archive {plan.manifest.model_name}: --reference is explained in the dry run; "
             "leave out --no-dry-run"
         )
-    runs, repeated = 2 if dry_run else 1, "nothing was run"
+    runs, repeated, coverage = 2 if dry_run else 1, "nothing was run", ""
     meter = _Meter(progress, runs * sum(part.size_bytes for part in plan.parts))
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
         _refuse_existing(target, force)
         if dry_run:
-            plan, repeated = _rehearsed(plan, output_dir, meter)
+            plan, repeated, coverage = _rehearsed(plan, output_dir, meter)
         with _replacing(target, plan, archive_format) as writer:
             files = _pack(plan, writer, meter, key, expires)
             _refuse_existing(target, force)
@@ -140,7 +142,7 @@ def write_plan(
         raise CannotArchive(f"cannot write {target}: {error.strerror or error}") from error
     digest = next(file.sha256 for file in files if file.name == MANIFEST_NAME)
     other = find_other_versions(plan.manifest, plan.read)
-    return Packed(target, digest, files, f"{other}; {repeated}" if other else "")
+    return Packed(target, digest, files, f"{other}; {repeated}" if other else "", coverage)
 
 
 def write_folder(plan: Plan, target: Path) -> None:
@@ -165,16 +167,16 @@ class _Meter:
             self._progress(self._done, self._total)
 
 
-def _rehearsed(plan: Plan, output_dir: Path, meter: _Meter) -> tuple[Plan, str]:
+def _rehearsed(plan: Plan, output_dir: Path, meter: _Meter) -> tuple[Plan, str, str]:
     """Run the archive as a folder beside its target; return what `rehearse` gives, in the plan."""
     staging = output_dir / f".{plan.manifest.model_name}.{secrets.token_hex(8)}.tmp"
     staging.mkdir(mode=0o700)
     identities = {part.name: part.identity for part in plan.parts}
     try:
         files = _pack(plan, FolderWriter(staging / "archive"), meter, None)
-        answers, repeated = rehearse(plan, staging / "archive")
+        answers, repeated, coverage = rehearse(plan, staging / "archive")
         digests = {file.name: file.sha256 for file in files}
-        return plan.rehearsed(answers, digests, identities), repeated
+        return plan.rehearsed(answers, digests, identities), repeated, coverage
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 

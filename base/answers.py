@@ -19,6 +19,8 @@ from modelyard.base.scale import Numbers, Scale, ScaleLearner, over
 
 MOST_GROUPS = 1024
 """Groups of numbers whose scale is learnt; those of what comes later are judged by themselves."""
+MOST_MOVE = 0.1
+"""Share of the largest number of its group that a number is believed to move by, at most."""
 ENOUGH = 8
 """Answers from which a scale is learnt well enough."""
 
@@ -106,7 +108,7 @@ def json_difference(
         got: the answer of a handler.
         expected: what it must be.
         tolerance: largest scaled difference.
-        moves: how far the numbers of a group may move beside that, where it is known.
+        moves: how far the numbers of a group may move beside that, where it is recorded.
     """
     other, groups = pair_up(expected, got)
     if other is not None:
@@ -115,7 +117,8 @@ def json_difference(
         wanted, found = group.numbers()
         allowed = tolerance * np.abs(wanted)
         if moves and len(moves.get(name, ())) == wanted.size:
-            allowed = allowed + np.reshape(moves[name], wanted.shape)
+            most = MOST_MOVE * np.abs(wanted[np.isfinite(wanted)]).max(initial=0.0)
+            allowed = allowed + np.clip(np.reshape(moves[name], wanted.shape), 0.0, most)
         apart = differences(wanted, found)
         if (apart > allowed).any():
             return str(group.pairs[int(np.argmax(over(apart, allowed)))])

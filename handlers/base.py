@@ -12,6 +12,7 @@ The smallest complete handler of an archive changes one step and inherits the ot
 import hashlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -51,6 +52,7 @@ from modelyard.handlers.models.rows import (
     wrong_kind,
 )
 from modelyard.handlers.proof.agree import Rule
+from modelyard.handlers.proof.mutation import Mutation
 from modelyard.handlers.ranges import span
 from modelyard.handlers.tensors import TensorRequest
 
@@ -88,6 +90,10 @@ class Asked(Mapping[str, Any]):
             for key in self._entries
             if key not in self._asked
         ]
+
+
+_MOST_LABELS = 256
+"""Labels whose exchange golden requests are tried with."""
 
 
 class BaseHandler:
@@ -323,6 +329,14 @@ class BaseHandler:
         None where predictions give none, as where nothing says that the outputs are of classes.
         """
         return probabilities_of(self.output_kind, scores)
+
+    def mutations(self) -> Iterator[Mutation]:
+        """Yield changes of what is around the model that golden requests ought to notice."""
+        labels = list((self.mapping or {}).items())[:_MOST_LABELS]
+        for (one, name), (two, other) in pairwise(labels):
+            changed = {**(self.mapping or {}), one: other, two: name}
+            advice = f'whose answer names "{name}" or "{other}"'
+            yield Mutation("labels", {"mapping": changed}, advice)
 
     def wrong_kind(self, outputs: Output) -> str | None:
         """Return why a model's outputs cannot be of `output_kind`, or do not fit the labels.

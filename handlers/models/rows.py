@@ -267,7 +267,6 @@ class TopLabels:
         by_function = KINDS[function][0] if function else found
         self.kind = read_output_kind(section) or by_function or KINDS[by_problem or "softmax"][0]
         self._label = label
-        self._names: list[str] = []
 
     def __call__(self, outputs: Output) -> list[Any]:
         """Answer logits (N, K): labels and their probabilities, descending; or a number each."""
@@ -290,11 +289,9 @@ class TopLabels:
 
     def _name(self, order: list[int], probabilities: list[float]) -> dict[str, float]:
         """Return label → probability; of two outputs with one label, the likelier counts."""
-        if len(self._names) != len(probabilities):
-            self._names = [self._label(index) for index in range(len(probabilities))]
         answer: dict[str, float] = {}
         for index in order:
-            answer.setdefault(self._names[index], probabilities[index])
+            answer.setdefault(self._label(index), probabilities[index])
         return answer
 
 

@@ -3,8 +3,8 @@
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,6 +23,7 @@ from modelyard.handlers.explain.draw.bars import Bar
 from modelyard.handlers.explain.explanation import Explanation, as_lists
 from modelyard.handlers.models.backends import Output
 from modelyard.handlers.models.rows import as_dtype
+from modelyard.handlers.proof.mutation import Mutation
 from modelyard.handlers.tasks.lists import Lists
 
 _LIST_OF_ROWS = re.compile(r"\s*\[\s*[\[{]")
@@ -115,6 +116,20 @@ class TabularHandler(Lists, Classifier):
     def check_listed(self, body: Any) -> None:
         """Refuse what is not a row."""
         self._numbers_of(self._row_of(body))
+
+    def mutations(self) -> Iterator[Mutation]:
+        """Yield other scales, and two features in each other's place."""
+        yield from super().mutations()
+        scaled = tuple(
+            each if each.one_hot else replace(each, std=each.std * 0.99) for each in self.features
+        )
+        yield Mutation("std", {"features": scaled}, "whose features are not at their means")
+        one, two = ([at for at, each in enumerate(self.features) if not each.one_hot] + [0, 0])[:2]
+        swapped = list(self.features)
+        swapped[one], swapped[two] = swapped[two], swapped[one]
+        if one != two:
+            names = f"{self.features[one].name} and {self.features[two].name}"
+            yield Mutation("order", {"features": tuple(swapped)}, f"whose {names} differ")
 
     def preprocess(self, data: Sequence[Mapping[str, Any]]) -> Inputs:
         """Turn rows into the model's input (N, F)."""

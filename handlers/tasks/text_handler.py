@@ -1,6 +1,6 @@
 """Text in, labels out; explanations say what each token did."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,6 +19,7 @@ from modelyard.handlers.explain.draw import bars, page, tokens
 from modelyard.handlers.explain.explanation import Explanation, as_lists
 from modelyard.handlers.explain.request.options import Region
 from modelyard.handlers.models.rows import read_section
+from modelyard.handlers.proof.mutation import Mutation
 from modelyard.handlers.tasks.lists import Lists
 from modelyard.handlers.tasks.text_request import read_body
 
@@ -89,6 +90,24 @@ class TextHandler(Lists, Classifier):
         self.tokenizer.enable_truncation(self._max_length(section))
         self.pad_id = self._find_pad(section.get("pad"))
         self.kept = torch.tensor(_special_ids(self.tokenizer), dtype=torch.int64)
+
+    def mutations(self) -> Iterator[Mutation]:
+        """Yield a shorter text and another case."""
+        yield from super().mutations()
+        from tokenizers import Tokenizer, normalizers
+
+        length = self.tokenizer.truncation["max_length"]
+        shorter, other = (Tokenizer.from_str(self.tokenizer.to_str()) for _ in range(2))
+        shorter.enable_truncation(max(1, length // 2))
+        yield Mutation("truncation", {"tokenizer": shorter}, f"of more than {length // 2} tokens")
+        was = other.normalizer
+        lower = normalizers.Lowercase()
+        before = [other.encode(text).ids for text in ("Text", "text")]
+        if before[0] == before[1]:
+            other.normalizer = normalizers.NFC()
+        else:
+            other.normalizer = normalizers.Sequence([was, lower] if was else [lower])
+        yield Mutation("case", {"tokenizer": other}, "with capitals")
 
     def read_list(self, row: Mapping[str, Any]) -> list[Any] | None:
         """Return the texts of a request that holds a list of them."""

@@ -1,6 +1,7 @@
 """Images in: decode, resize, crop, normalise; shared by every handler of pictures."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,9 +19,10 @@ from modelyard.handlers.explain.attribute.attribution import Tensors
 from modelyard.handlers.explain.attribute.methods import METHODS
 from modelyard.handlers.explain.draw import page
 from modelyard.handlers.explain.draw.picture import Heat, render, stack, transparent
-from modelyard.handlers.explain.explainer import regions
+from modelyard.handlers.explain.explainer import as_tuple, regions
 from modelyard.handlers.explain.explanation import Explanation
 from modelyard.handlers.models.rows import read_numbers
+from modelyard.handlers.proof.mutation import Mutation
 from modelyard.handlers.tasks.pictures import (
     CHANNELS,
     DEFAULT_SETTINGS,
@@ -72,6 +74,33 @@ class VisionHandler(BaseHandler):
         self.image_spec = self._find_image()
         _check_shape(self.image, self.image_spec)
         self._is_any_size = self.image.shape[1] is None and len(self.image_spec.shape) == 4
+
+    def mutations(self) -> Iterator[Mutation]:
+        """Yield other colours, sizes and ways to resize."""
+        yield from super().mutations()
+        image, channels = self.image, CHANNELS[self.image.mode]
+        mean, std = image.mean or (0.0,) * channels, image.std or (1.0,) * channels
+        a_picture = "that is a picture"
+        changed = {
+            "mean": (replace(image, mean=tuple(each + 0.01 for each in mean)), a_picture),
+            "std": (replace(image, std=tuple(each * 0.99 for each in std)), a_picture),
+            "scale": (replace(image, scale=image.scale * 0.99), a_picture),
+            "resample": (
+                replace(image, resample="box" if image.resample != "box" else "nearest"),
+                "of another size than the model takes",
+            ),
+        }
+        if image.resize:
+            changed["size"] = (replace(image, resize=image.resize + 8), a_picture)
+        if image.mode == "RGB":
+            swapped = self.preprocess
+            yield Mutation(
+                "channel order",
+                {"preprocess": lambda data: _channels_turned(swapped(data))},
+                "that has colours",
+            )
+        for name, (settings, advice) in changed.items():
+            yield Mutation(name, {"image": settings, "table": colour_table(settings)}, advice)
 
     def preprocess(self, data: Sequence[Mapping[str, Any]]) -> Inputs:
         """Turn pictures into the model's input (N, C, H, W)."""
@@ -243,6 +272,12 @@ class VisionHandler(BaseHandler):
 
 class ImageClassifier(Classifier, VisionHandler):
     """Serve a classifier of pictures."""
+
+
+def _channels_turned(inputs: Inputs) -> Inputs:
+    """Return pictures (N, 3, H, W) whose channels are in the other order."""
+    turned = (each.flip(1) if each.dim() == 4 else each for each in as_tuple(inputs))
+    return next(turned) if isinstance(inputs, Tensor) else tuple(turned)
 
 
 def _check_shape(settings: ImageSettings, spec: TensorSpec) -> None:

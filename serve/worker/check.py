@@ -14,6 +14,8 @@ archive is written and to verify one that is. Both sides meet in files of FOLDER
     result.json  {"device": …, "golden": [{"answer": …, "difference": text or null,
                                            "seen": what is added to what is expected}, …],
                   "parity": {"cases": count, "summary": text, "differences": [text, …]} or null,
+                  "coverage": {change of the pipeline: what an example that notices it must have,
+                               "" where one does}, where it was recorded,
                   "reference": the content of `archiver.reference`'s file, where there is a path}
                  or {"error": why the archive does not load}
 """
@@ -61,6 +63,8 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
     if task.get("doubts") and not any(each["difference"] for each in golden):
         _refuse_doubts(service.handler, seen[:MOST_TRIED])
     result: dict[str, Any] = {"device": service.device, "golden": golden, "parity": None}
+    if task["record"] and golden and all("seen" in each for each in golden):
+        result["coverage"] = _cover(service, task["golden"][:MOST_TRIED], golden)
     if task.get("reference"):
         result["reference"] = _explain_reference(service, Path(task["reference"]))
     if task["parity"]:
@@ -147,8 +151,7 @@ def _replay(
     wrong = (service.handler.wrong_kind(outputs) for _, outputs in calls)
     if problem := next(filter(None, wrong), None):
         return result | {"difference": problem}
-    if example["expected"] is not None:
-        expected = json.loads(Path(example["expected"]).read_bytes())
+    if (expected := _read_expected(example)) is not None:
         tolerance, report = example["tolerance"], getattr(service.handler, "report", None)
         result["difference"] = compare_golden(answer, expected, tolerance, calls, report)
     elif answer.status != 200:
@@ -159,8 +162,41 @@ def _replay(
 
         if model := record(calls):
             moves = _moves(service, example, number, value)
-            result["seen"] = {"model": model} | ({"moves": moves} if moves else {})
+            result["seen"] = {"answer": value, "moves": moves, "model": model}
     return result
+
+
+def _read_expected(example: dict[str, Any]) -> dict[str, Any] | None:
+    """Return what is expected; None where the archiver has not been told."""
+    name = example["expected"]
+    expected: dict[str, Any] | None = None if name is None else json.loads(Path(name).read_bytes())
+    return expected
+
+
+def _cover(
+    service: load.Service, examples: list[dict[str, Any]], replayed: list[dict[str, Any]]
+) -> dict[str, str]:
+    """Return changes of the pipeline → what an example must have to notice it; "" if one does."""
+    from modelyard.handlers.proof.mutation import mutated, mutations
+
+    expected = [
+        each["seen"] | (_read_expected(example) or {})
+        for example, each in zip(examples, replayed, strict=False)
+    ]
+
+    def is_noticed(number: int) -> bool:
+        answer, calls = answer_golden(service, examples[number], number)
+        tolerance, report = examples[number]["tolerance"], service.handler.report
+        return bool(compare_golden(answer, expected[number], tolerance, calls, report))
+
+    missed: dict[str, str] = {}
+    for mutation in mutations(service.handler):
+        missed.setdefault(mutation.name, "")
+        with mutated(service.handler, mutation):
+            is_seen = any(map(is_noticed, range(len(expected))))
+        if not is_seen and not missed[mutation.name]:
+            missed[mutation.name] = mutation.example
+    return missed
 
 
 def _moves(
