@@ -12,18 +12,17 @@ from modelyard.archiver import ArchiveError
 from modelyard.plugins.torchserve import openapi
 from modelyard.plugins.torchserve.settings import TorchServeSettings
 from modelyard.serve import errors
-from modelyard.serve.api.metrics import CONTENT_TYPE
+from modelyard.serve.api.management import CONTENT_TYPE
 from modelyard.serve.dataplane.call import Stream
 from modelyard.serve.dataplane.metrics import Metrics
 from modelyard.serve.dataplane.wire import Buffer, Payload
-from modelyard.serve.front.begin import ServerState
+from modelyard.serve.front.begin import ServerState, let_everybody
 from modelyard.serve.http.application import (
     Answers,
     Application,
     Calls,
     Check,
     Events,
-    open_to_all,
 )
 from modelyard.serve.http.connection import Answer, Headers, RequestResponseCycle
 from modelyard.serve.observers import Observer, with_observers
@@ -89,7 +88,7 @@ class Dialect(ABC):
         if not path and cycle.method != "OPTIONS":
             raise errors.MethodNotAllowed
         if not path or path == ["api-description"]:
-            self._answers.send(cycle, id, *json_answer(self.document))
+            self._answers.send(cycle, *json_answer(self.document))
         else:
             cycle.read_body(lambda parts: self._with_body(cycle, path, parts, id))
 
@@ -100,7 +99,7 @@ class Dialect(ABC):
             if self.begin(cycle, path, parts, id):
                 return
         except errors.ServeError as error:
-            self._answers.send(cycle, id, *self._answers.error(error, id))
+            self._answers.send(cycle, *self._answers.error(error, id))
         else:
             cycle.run(self._run(cycle, path, b"".join(parts), id))
 
@@ -111,7 +110,7 @@ class Dialect(ABC):
             answer = await self.respond(cycle, path, body, id)
         except Exception as error:
             answer = self._answers.error(error, id)
-        self._answers.send(cycle, id, *answer)
+        self._answers.send(cycle, *answer)
 
 
 class Combined:
@@ -141,7 +140,7 @@ class Scrape(Dialect):
     """The metrics API: one path, in any method; it needs no token."""
 
     def __init__(self, metrics: Metrics, answers: Answers) -> None:
-        super().__init__(open_to_all, answers, openapi.server())
+        super().__init__(let_everybody, answers, openapi.server())
         self._metrics = metrics
 
     def owns(self, path: str) -> bool:
@@ -187,20 +186,20 @@ class DialectAnswers(Answers):
     """Whether such requests are read as TorchServe does not."""
 
     def send(
-        self, cycle: RequestResponseCycle, id: str, status: int, headers: Headers,
+        self, cycle: RequestResponseCycle, status: int, headers: Headers,
         body: Payload | Stream | Events,
     ) -> None:  # fmt: skip
         """Send an answer."""
         if status >= 400 and self._is_of_tensors(cycle) and isinstance(body, bytes | bytearray):
             body = _with_error(body)
-        super().send(cycle, id, status, headers, body)
+        super().send(cycle, status, headers, body)
 
-    def send_refusal(self, cycle: RequestResponseCycle, id: str, error: errors.Unavailable) -> None:
+    def send_refusal(self, cycle: RequestResponseCycle, error: errors.Unavailable) -> None:
         """Send the answer to a call that is not taken."""
         if self._is_of_tensors(cycle):
-            self.send(cycle, id, *self.error(error, id))
+            self.send(cycle, *self.error(error, cycle.id))
         else:
-            super().send_refusal(cycle, id, error)
+            super().send_refusal(cycle, error)
 
     def refuse(self, error: Exception, cycle: RequestResponseCycle | None) -> Answer:
         """Return the last answer on a connection."""

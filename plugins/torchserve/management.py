@@ -29,7 +29,8 @@ from modelyard.serve.control.registry import ModelVersion
 from modelyard.serve.dataplane import wire
 from modelyard.serve.dataplane.call import PREDICT, Call, Reply
 from modelyard.serve.dataplane.pool import ReplicaSlot
-from modelyard.serve.http.application import Answers, open_to_all
+from modelyard.serve.front.begin import let_everybody
+from modelyard.serve.http.application import Answers
 from modelyard.serve.http.connection import Answer, RequestResponseCycle
 from modelyard.serve.observers import Observer
 
@@ -63,7 +64,7 @@ class TorchServeManagement(Dialect):
         self._lifecycle, self._registry = lifecycle, lifecycle.registry
         self._tokens = tokens
         self.has_model_api = has_model_api
-        self.check = tokens.check("management", ["/token"]) if tokens else open_to_all
+        self.check = tokens.check("management", ["/token"]) if tokens else let_everybody
         self._observers = observers
         self._routes = Routes("", "", answers, *(each for one in observers for each in one.routers))
         document = openapi.server("models", "one_model", "management")

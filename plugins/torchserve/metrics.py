@@ -48,7 +48,7 @@ Inferences = tuple[Callable[[float], None], Sequence[Callable[..., None]]]
 three values of an answer."""
 
 
-class TorchServeMetrics:
+class TorchServeMetrics(HandlerMetrics):
     """The metrics of one server in TorchServe's dialect.
 
     Args:
@@ -64,17 +64,16 @@ class TorchServeMetrics:
         self.model_metrics: dict[str, Any] = config.get("model_metrics") or {}
         """Metrics as the configuration declares them, for the workers."""
         self.mode = settings.metrics_mode
-        self.is_alone = self.mode == "log"
         self._own_lines = logs.lines(TS_METRICS) if logs else None
         model_lines = logs.lines(MODEL_METRICS) if logs else None
         self._log_record = model_lines(self._record_line) if model_lines else None
-        self._hostname = socket.gethostname()
+        hostname = socket.gethostname()
         self._families = {f.name: f for f in _families(config.get("ts_metrics") or {})}
-        self._host = {"Level": "Host", "Hostname": self._hostname, "hostname": self._hostname}
+        self._host = {"Level": "Host", "Hostname": hostname, "hostname": hostname}
         declared = list(_families(self.model_metrics, ("Hostname",)))
-        self._handlers = HandlerMetrics(
-            self._hostname, declared, settings.model_metrics_auto_detect, frozenset(self._families)
-        )
+        auto_detect, families = settings.model_metrics_auto_detect, frozenset(self._families)
+        super().__init__(hostname, declared, auto_detect, families)
+        self.is_alone = self.mode == "log"
         self._statuses = {each: self._adder(f"Requests{each}XX", {}) for each in (2, 4, 5)}
         self._thread_time = self._adder("WorkerThreadTime", {})
         self._inferences: dict[tuple[str, str | None], Inferences] = {}
@@ -165,7 +164,7 @@ class TorchServeMetrics:
         """Take what a handler measured in one batch, which its worker had for `seconds`."""
         for record in records:
             if self.mode == "prometheus":
-                self._handlers.record(record)
+                self.record(record)
             elif self._log_record is not None:
                 self._log_record(record)
             if record.name == "PredictionTime":
@@ -187,7 +186,7 @@ class TorchServeMetrics:
 
     def forget(self, model: str) -> None:
         """Drop the series of a model that is removed."""
-        self._handlers.forget(model)
+        super().forget(model)
         self._inferences = {key: of for key, of in self._inferences.items() if key[0] != model}
         for family in self._families.values():
             family.forget("model_name", model)
@@ -199,7 +198,7 @@ class TorchServeMetrics:
         if self.mode == "log":
             return ""
         exposed = [family for name, family in self._families.items() if self._is_exposed(name)]
-        handlers = self._handlers.families.values() if self.mode == "prometheus" else ()
+        handlers = self.families.values() if self.mode == "prometheus" else ()
         return text((*exposed, *handlers), names, is_open)
 
     # -- the machine ---------------------------------------------------------------------------
