@@ -215,8 +215,9 @@ def detect_format(path: Path) -> str:
     try:
         members = {name.partition("/")[2] for name in read_names(path)}
     except NotAZip:
-        if _is_onnx(path):
-            return "onnx"
+        with path.open("rb") as file:
+            if is_onnx(file.read(3)):
+                return "onnx"
     else:
         if any(name.startswith("data/aotinductor/") for name in members):
             return "aoti"
@@ -599,11 +600,9 @@ def _tensorrt_provider(available: Sequence[str], device: torch.device) -> tuple[
     return "TensorrtExecutionProvider", {"device_id": device.index}
 
 
-def _is_onnx(path: Path) -> bool:
+def is_onnx(head: bytes) -> bool:
     """Recognise the first field of an ONNX ModelProto: `ir_version`, a small varint."""
-    with path.open("rb") as file:
-        head = file.read(3)
-    return len(head) == 3 and head[0] == 0x08 and 3 <= head[1] < 0x80 and head[2] & 7 in (0, 2)
+    return len(head) > 2 and head[0] == 0x08 and 3 <= head[1] < 0x80 and head[2] & 7 in (0, 2)
 
 
 def _tensors(output: Any) -> list[Tensor]:

@@ -17,7 +17,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
 from modelyard.archiver import Archive, ArchiveError, open_archive
-from modelyard.archiver.source_checks import Source, known_modules, unmet_imports
+from modelyard.archiver.source_checks import known_modules, parse_source, unmet_imports
 from modelyard.base.extras import is_installed
 from modelyard.base.terminal import format_bytes
 from modelyard.plugins.torchserve import NO_WORKFLOWS
@@ -284,7 +284,7 @@ def _look_at_code(policy: TorchServePolicy, archive: Archive, label: str) -> Ite
         return
     known = known_modules(archive.names, packages)
     for file, code in _sources(archive):
-        tree = Source(file, code).parse()
+        tree = parse_source(file, code)
         status = FAILS if file in (main, manifest.model_file) else CHANGES
         if tree is None:
             yield Finding(status, label, f"{file} is not Python that this interpreter reads")
