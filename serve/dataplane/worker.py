@@ -32,6 +32,7 @@ from modelyard.serve.dataplane.tracing import Batch
 from modelyard.serve.dataplane.wire import Buffer
 from modelyard.serve.errors import (
     DeadlinePassed,
+    GoldenFailed,
     HandlerFailed,
     LoadFailed,
     LoadKilled,
@@ -413,7 +414,8 @@ class Worker(asyncio.BufferedProtocol):
             self.loaded.set_result(message)
         elif item.code == wire.FAILED:
             text = f"{self._plan.label}: {message.get('message', 'no reason given')}"
-            failed = OutOfMemory if message.get("out_of_memory") else HandlerFailed
+            kinds = {"out_of_memory": OutOfMemory, "golden": GoldenFailed}
+            failed = next((kinds[key] for key in kinds if message.get(key)), HandlerFailed)
             self.loaded.set_exception(failed(text))
         else:
             raise wire.WireError(f"control message {item.code} that nobody expects")
