@@ -83,6 +83,7 @@ class Rollout:
         return {
             "model": record.model,
             "state": record.state,
+            "label": record.label,
             "since": record.since,
             "candidate": vars(record.candidate),
             "live": vars(record.live),
@@ -388,7 +389,7 @@ class Rollouts:
             assert live is not None and candidate is not None
             if rollout.trial is None:
                 rollout.trial = Trial(record.plan, live, candidate, rollout.metrics, self._comparer)
-            rollout.trial.enter(is_canary)
+            rollout.trial.enter(is_canary, record.share)
             self._arm()
             if is_canary:
                 split = Canary(live, candidate, record.salt, record.share, record.plan.header)
