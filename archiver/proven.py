@@ -65,7 +65,10 @@ def find_other_versions(manifest: Manifest, read: Callable[[str], bytes]) -> str
 def _difference(report: Report, pinned: dict[str, str]) -> str:
     """Return how what runs an artifact differs from what proved it; empty where it does not."""
     package = _RUNS.get(report.format, "torch")
-    proven, here = report.versions.get(package, ""), pinned.get(package) or _installed(package)
+    proven, here = (
+        report.versions.get(package, ""),
+        pinned.get(package) or installed_version(package),
+    )
     if proven.partition("+")[0] == here.partition("+")[0]:
         return ""
     artifact = report.path.name.removesuffix(".report.json")
@@ -75,7 +78,8 @@ def _difference(report: Report, pinned: dict[str, str]) -> str:
     )
 
 
-def _installed(package: str) -> str:
+def installed_version(package: str) -> str:
+    """Return the version of a package, which need not be imported; empty where there is none."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -178,9 +179,8 @@ def _walk(
 ) -> Iterator[_Step]:
     """Yield the numbers of two answers: the name of their group, their position in it, and both.
 
-    What differs otherwise is yielded without a name. An object of numbers alone is one group in the
-    order of its keys: of the labels of a classification, which are others each time, those of the
-    same rank belong together.
+    What differs otherwise is yielded without a name. Of the labels of a classification, which are
+    others each time, those of the same rank belong together.
     """
     if is_number(expected) and is_number(got):
         if isinstance(expected, int) and isinstance(got, int):
@@ -189,17 +189,27 @@ def _walk(
         else:
             yield name, position, Pair(place, expected, got)
     elif isinstance(expected, dict) and isinstance(got, dict) and expected.keys() == got.keys():
-        are_numbers = len(expected) > 1 and all(type(each) is float for each in expected.values())
+        are_ranked = is_top_k(expected)
         for at, (key, value) in enumerate(expected.items()):
-            inside = (
-                (f"{name}{{}}", (*position, at)) if are_numbers else (f"{name}.{key}", position)
-            )
+            inside = (f"{name}{{}}", (*position, at)) if are_ranked else (f"{name}.{key}", position)
             yield from _walk(value, got[key], f"{place}.{key}", *inside)
     elif isinstance(expected, list) and isinstance(got, list) and len(expected) == len(got):
         for at, (one, two) in enumerate(zip(expected, got, strict=True)):
             yield from _walk(one, two, f"{place}[{at}]", f"{name}[]", (*position, at))
     elif type(expected) is not type(got) or expected != got:
         yield None, (), Pair(place, expected, got)
+
+
+def is_top_k(value: dict[str, Any]) -> bool:
+    """Return whether an object is a classification: shares of labels, the largest first."""
+    shares = list(value.values())
+    return (
+        len(shares) > 1
+        and float in set(map(type, shares))
+        and all(map(is_number, shares))
+        and all(one >= two for one, two in pairwise(shares))
+        and 0 <= shares[-1] <= shares[0] <= 1
+    )
 
 
 def is_number(value: object) -> bool:

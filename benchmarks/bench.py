@@ -67,27 +67,32 @@ def bench(
         typer.Option("--server", help="Beside each other, these only; repeatable."),
     ] = None,
     artifact: Annotated[
-        Artifact, typer.Option(help="Of the part `overhead`: what all servers load.")
+        Artifact, typer.Option(help="What all servers load in the part `overhead`.")
     ] = Artifact.TORCHSCRIPT,
     quick: Annotated[
         bool, typer.Option("--quick", help="One short round, to see that everything runs.")
     ] = False,
     rounds: Annotated[int, typer.Option(min=1, help="Repetitions of every run.")] = 3,
-    seconds: Annotated[int, typer.Option(min=1, max=60, help="Of a run of a fast model.")] = 5,
+    seconds: Annotated[
+        int, typer.Option(min=1, max=60, help="Length of a run of a fast model, in seconds.")
+    ] = 5,
     compute_seconds: Annotated[
-        int, typer.Option(min=2, max=120, help="Of a run of the large model.")
+        int, typer.Option(min=2, max=120, help="Length of a run of the large model, in seconds.")
     ] = 20,
     connections: Annotated[
         list[int], typer.Option("-c", "--connections", min=1, max=90, help="Repeatable.")
     ] = [1, 8, 64],  # noqa: B006 - Typer never changes it
     workers: Annotated[int, typer.Option("-w", "--workers", min=1, max=64)] = 1,
     compute_workers: Annotated[
-        int, typer.Option(min=1, max=64, help="Of the large model, and bare loops beside them.")
+        int,
+        typer.Option(min=1, max=64, help="Workers of the large model, and bare loops beside them."),
     ] = 2,
     output: Annotated[
         Path, typer.Option("-o", "--output", help="Folder for the .json, .txt and .png.")
     ] = LOCAL_RESULTS,
-    name: Annotated[str | None, typer.Option(help="Of the files; default: date and time.")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Name of the files; default: date and time.")
+    ] = None,
 ) -> None:
     """Measure rate, latency, CPU and memory of the server, and of others beside it.
 

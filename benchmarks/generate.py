@@ -46,7 +46,9 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @app.command()
 def generate(
     rounds: Annotated[int, typer.Option(min=1, help="Repetitions of every run.")] = 5,
-    tokens: Annotated[int, typer.Option(min=1, max=PLACES - PROMPT, help="Of each text.")] = 64,
+    tokens: Annotated[
+        int, typer.Option(min=1, max=PLACES - PROMPT, help="Tokens of each text.")
+    ] = 64,
 ) -> None:
     """Measure tokens per second, and the ratio to transformers."""
     torch.set_num_threads(1)

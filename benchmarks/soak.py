@@ -61,7 +61,9 @@ def soak(
     output: Annotated[
         Path, typer.Option("-o", "--output", help="Folder for the .json, .txt and .png.")
     ] = LOCAL_RESULTS,
-    name: Annotated[str | None, typer.Option(help="Of the files; default: date and time.")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Name of the files; default: date and time.")
+    ] = None,
 ) -> None:
     """Predict, explain, hang up, reload and kill workers; watch memory, descriptors and latency.
 

@@ -136,7 +136,9 @@ def text(
     output: Annotated[
         Path, typer.Option("-o", "--output", help="Folder for the .json and .txt.")
     ] = LOCAL_RESULTS,
-    name: Annotated[str | None, typer.Option(help="Of the files; default: date and time.")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Name of the files; default: date and time.")
+    ] = None,
 ) -> None:
     """Measure what batches of like length gain over requests one at a time.
 

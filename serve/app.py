@@ -11,8 +11,7 @@ from fastapi import APIRouter
 from modelyard.serve.api.description import DOCUMENT, described_calls
 from modelyard.serve.api.docs import DOCS_PATHS, add_docs
 from modelyard.serve.api.inference import Calls, right_of
-from modelyard.serve.api.management import management_routes
-from modelyard.serve.api.metrics import metrics_routes
+from modelyard.serve.api.management import management_routes, metrics_routes
 from modelyard.serve.api.oip import OPEN_PATHS, health_routes, kserve_routes, oip_routes
 from modelyard.serve.api.routes import Routes
 from modelyard.serve.api.schemas import model_docs_routes
@@ -36,10 +35,9 @@ from modelyard.serve.http.application import (
     TokenCheck,
     check_changes,
 )
-from modelyard.serve.http.connection import Accepts, Access, Limits
-from modelyard.serve.http.cors import Cors
+from modelyard.serve.http.connection import Accepts, Access
 from modelyard.serve.http.listener import Listener, Tls
-from modelyard.serve.http.site import SiteCheck
+from modelyard.serve.http.site import Cors, SiteCheck
 from modelyard.serve.http.tls import watched_tls
 from modelyard.serve.http.tokens import Grants, make_grant, parse_grants, read_token_file
 from modelyard.serve.http.watched import Watched
@@ -214,20 +212,12 @@ def listen(
     Raises:
         StartError: an address cannot be bound.
     """
-    limits = Limits(
-        header_bytes=settings.max_header_bytes,
-        head_timeout_s=settings.head_timeout_s,
-        transfer_timeout_s=settings.transfer_timeout_s,
-        keep_alive_s=settings.keep_alive_s,
-        connections=settings.max_connections,
-        body_bytes=settings.max_request_bytes,
-    )
     listeners: list[Listener] = []
     try:
         for api, address in apis:
             is_first = not listeners
             site = SiteCheck(address, settings.allowed_hosts, tuple(allowed_origins))
-            listeners.append(Listener(api, address, limits, tls, access, site, budget, is_first))
+            listeners.append(Listener(api, address, settings, tls, access, site, budget, is_first))
     except BaseException:
         for listener in listeners:
             listener.abandon()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +19,7 @@ from rich.markup import escape
 from modelyard.archiver.errors import ArchiveError
 from modelyard.base.terminal import err, out
 from modelyard.serve.errors import ServeError, StartError, WrongUsage, exit_code
+from modelyard.serve.tools.handle import serve, start_detached
 
 if TYPE_CHECKING:
     from modelyard.serve.control.state import StateDir
@@ -40,7 +42,7 @@ UrlOption = Annotated[
 TokenOption = Annotated[
     str | None,
     typer.Option(
-        envvar="MODELYARD_TOKEN", help="For --url; in the state folder the token is found."
+        envvar="MODELYARD_TOKEN", help="Token for --url; in the state folder it is found."
     ),
 ]
 CaOption = Annotated[
@@ -49,8 +51,6 @@ CaOption = Annotated[
         envvar="MODELYARD_CA", help="Certificates (PEM) to trust, for https; default: the system's."
     ),
 ]
-KEYS = ("management", "inference")
-"""APIs with a token of their own."""
 STOP_GRACE_S = 10.0
 """Beyond the server's own drain time."""
 
@@ -123,7 +123,6 @@ def asks(app: typer.Typer, api: str = "management", name: str | None = None) -> 
     return register
 
 
-@serve_app.command()
 def start(
     models: Annotated[
         list[str] | None,
@@ -133,66 +132,7 @@ def start(
         list[str] | None,
         typer.Argument(metavar="NAME[=FILE]", help="What to serve; the same as --models."),
     ] = None,
-    model_store: Annotated[Path | None, typer.Option(help="Folder of the archives.")] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file with any of the settings.")] = None,
-    host: Annotated[str | None, typer.Option(help="Address; default 127.0.0.1.")] = None,
-    port: Annotated[int | None, typer.Option(help="Inference; default 8080.")] = None,
-    management_port: Annotated[int | None, typer.Option(help="Management; default 8081.")] = None,
-    metrics_port: Annotated[int | None, typer.Option(help="Metrics; default 8082.")] = None,
-    grpc_port: Annotated[int | None, typer.Option(help="gRPC; default none.")] = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda[:N].")] = None,
-    workers: Annotated[int | None, typer.Option(help="Per model; default by cores.")] = None,
-    auth: Annotated[
-        str | None, typer.Option(help="Tokens: auto (off on loopback), always, never.")
-    ] = None,
-    tls_cert: Annotated[
-        Path | None, typer.Option(help="Certificate (PEM); all three APIs then speak TLS.")
-    ] = None,
-    tls_key: Annotated[Path | None, typer.Option(help="Its private key (PEM).")] = None,
-    token_file: Annotated[
-        Path | None, typer.Option(help="Tokens that stay, as `modelyard token new` writes them.")
-    ] = None,
-    insecure: Annotated[
-        bool | None,
-        typer.Option("--insecure", help="Allow --auth never on an address that others reach."),
-    ] = None,
-    access_log: Annotated[
-        bool | None, typer.Option("--access-log", help="Write a line for each request.")
-    ] = None,
-    log_format: Annotated[str | None, typer.Option(help="Of all logs: text or json.")] = None,
-    log_level: Annotated[
-        str | None, typer.Option(help="debug, info, warning or error; default info.")
-    ] = None,
-    explain_share: Annotated[
-        float | None,
-        typer.Option(help="Of the predictions, those explained in the background; default 0."),
-    ] = None,
-    trusted_keys: Annotated[
-        Path | None, typer.Option(help="File of public keys whose signatures are accepted.")
-    ] = None,
-    require_signature: Annotated[
-        bool | None,
-        typer.Option("--require-signature", help="Serve only what a trusted key signed."),
-    ] = None,
-    require_proven: Annotated[
-        bool | None,
-        typer.Option("--require-proven", help="Serve only what was proven on these versions."),
-    ] = None,
-    accept_changed: Annotated[
-        bool | None,
-        typer.Option("--accept-changed", help="Restore archives that changed since they ran."),
-    ] = None,
-    install_requirements: Annotated[
-        bool | None,
-        typer.Option(
-            "--install-requirements",
-            help="Install what an archive requires, into an environment of its own.",
-        ),
-    ] = None,
-    require_sandbox: Annotated[
-        bool | None,
-        typer.Option("--require-sandbox", help="Refuse to start where workers lack a wall."),
-    ] = None,
     reload: Annotated[
         list[Path] | None,
         typer.Option(
@@ -200,24 +140,20 @@ def start(
             help="Serve edits of this folder's files when they are saved; stays attached.",
         ),
     ] = None,
-    state_dir: StateDirOption = None,
     foreground: Annotated[bool, typer.Option("--foreground", help="Stay attached.")] = False,
     explain_plan: Annotated[
         bool,
         typer.Option("--explain-plan", help="Report what would be started and why; start nothing."),
     ] = False,
     json_output: JsonOption = False,
+    **given: Any,
 ) -> None:
     """Start the server and return when its models are ready.
 
     Example: modelyard serve start --model-store model_store --models digits
     """
-    given = locals()
-    for name in ("more_models", "config", "foreground", "explain_plan", "json_output"):
-        del given[name]  # what is not a setting
-    from modelyard.serve.control.state import StateDir, describe_running
+    from modelyard.serve.control.state import StateDir
     from modelyard.serve.settings import load_settings, unknown_variables
-    from modelyard.serve.start import start_detached
 
     named = [name for option in models or [] for name in option.split(",") if name]
     given["models"] = (*named, *(more_models or ())) or None
@@ -230,8 +166,6 @@ def start(
             _print_plan(settings, json_output)
             return
         state = StateDir(settings.state_dir)
-        if (running := state.running()) is not None:
-            raise StartError(describe_running(running))
         if foreground or settings.reload:  # whoever edits wants to read what is wrong
             raise typer.Exit(run_attached(settings))
         with err.status("starting") as status:
@@ -247,9 +181,29 @@ def start(
         _print_addresses(about)
 
 
+def _start_parameters() -> Iterator[inspect.Parameter]:
+    """Yield the parameters of `start`, with the settings of the function `serve` for `given`."""
+    own = dict(inspect.signature(start, eval_str=True).parameters)
+    del own["given"]
+    yield from own.values()
+    texts = dict(re.findall(r"^ +(\w+): (.+(?:\n {8}.+)*)", inspect.getdoc(serve) or "", re.M))
+    for name, parameter in inspect.signature(serve).parameters.items():
+        if name not in own:
+            kinds = {"Path": Path, "int": int, "float": float, "bool": bool, "str": str}
+            kind = next(kinds[each] for each in kinds if each in parameter.annotation)
+            flag, text = f"--{name.replace('_', '-')}", " ".join(texts.get(name, "").split())
+            option = typer.Option(None, flag, help=text[:1].upper() + text[1:])
+            yield parameter.replace(
+                kind=parameter.KEYWORD_ONLY, annotation=kind | None, default=option
+            )
+
+
+start.__signature__ = inspect.Signature(list(_start_parameters()))  # type: ignore[attr-defined]
+serve_app.command()(start)
+
+
 def _print_plan(settings: Settings, json_output: bool) -> None:
-    from modelyard.serve.control.restore import plan_start
-    from modelyard.serve.explain_plan import explain, plan_table
+    from modelyard.serve.explain_plan import explain, plan_start, plan_table
 
     plan = plan_start(settings)
     if json_output:
@@ -357,11 +311,11 @@ def token(
 
     Example: curl -H "Authorization: Bearer $(modelyard serve token)" http://127.0.0.1:8081/models
     """
-    from modelyard.serve.control.state import read_key
+    from modelyard.serve.control.state import APIS, read_key
 
     with known_errors():
-        if api not in KEYS:
-            raise WrongUsage(f"{api!r} has no token; expected {' or '.join(KEYS)}")
+        if api not in APIS:
+            raise WrongUsage(f"{api!r} has no token; expected {' or '.join(APIS)}")
         state = state_folder(state_dir)
         key = read_key(state.key_file, api)
     if json_output:

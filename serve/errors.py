@@ -55,6 +55,12 @@ from modelyard.archiver.errors import WrongUsage as UnusableOption
 class ServeError(Exception):
     """Base of all errors of this package."""
 
+    text = ""
+    """What it says, where nothing more is said."""
+
+    def __str__(self) -> str:
+        return super().__str__() or self.text
+
 
 class BadRequest(ServeError):
     """A parameter or body is wrong; the message names it."""
@@ -71,19 +77,13 @@ class RequirementsFailed(BadRequest):
 class NoSuchRoute(ServeError):
     """The API has no such path; the words are the oldest clients' where there are no others."""
 
-    def __init__(
-        self, message: str = "Requested resource is not found, please refer to API document."
-    ) -> None:
-        super().__init__(message)
+    text = "Requested resource is not found, please refer to API document."
 
 
 class MethodNotAllowed(ServeError):
     """The path has no such method, or what it does is switched off; words as of `NoSuchRoute`."""
 
-    def __init__(
-        self, message: str = "Requested method is not allowed, please refer to API document."
-    ) -> None:
-        super().__init__(message)
+    text = "Requested method is not allowed, please refer to API document."
 
 
 class ModelNotFound(ServeError):
@@ -165,10 +165,6 @@ class BodyTooLarge(ServeError):
 
 class UnknownCoding(ServeError):
     """The body has a Content-Encoding; handlers get bodies as they come."""
-
-    def __init__(self, coding: bytes) -> None:
-        shown = ascii(coding[:40].decode("latin-1"))
-        super().__init__(f"Content-Encoding is {shown}; send the body without one")
 
 
 class BadMessage(ServeError):
@@ -256,8 +252,7 @@ class DeadlinePassed(ServeError):
 class WorkerDied(ServeError):
     """A worker died while it held the request, and the request may not be tried again."""
 
-    def __init__(self) -> None:
-        super().__init__("Worker died.")
+    text = "Worker died."
 
 
 class WorkerKilled(WorkerDied):
@@ -297,9 +292,6 @@ class StorageFull(ServeError):
 
 class CleanupTimedOut(ServeError):
     """A version's workers had not ended in time."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(f"Timed out while cleaning resources: {name}")
 
 
 class StartError(ServeError):

@@ -2,15 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
+from modelyard.archiver import open_archive
+from modelyard.serve.control import sizing
+from modelyard.serve.control.build import admit
 from modelyard.serve.control.model_config import ModelConfig
-from modelyard.serve.control.restore import PlannedModel, StartPlan
-from modelyard.serve.control.sizing import Machine, is_on_gpu
+from modelyard.serve.control.store import find_archive
+from modelyard.serve.policy import Policy
+from modelyard.serve.settings import Settings
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """One model version of a start that has not happened."""
+
+    name: str
+    version: str
+    file: str
+    config: ModelConfig
+    allocation: sizing.Allocation
+
+
+@dataclass(frozen=True)
+class StartPlan:
+    """What a start would start."""
+
+    machine: sizing.Machine
+    models: Sequence[PlannedModel]
+    warnings: Sequence[str]
+
+
+def plan_start(settings: Settings) -> StartPlan:
+    """Return what a start with these settings would start, and start nothing.
+
+    Raises:
+        ServeError, ArchiveError: the first model that could not be served.
+    """
+    policy, machine = Policy(settings), sizing.this_machine()
+    read: list[Callable[[sizing.Allocation], PlannedModel]] = []
+    requests: list[sizing.ResourceRequest] = []
+    warnings = list(settings.warnings)
+    specs = policy.models_at_start(is_trial=True)
+    allocator = sizing.StartupAllocator(machine, len(specs))
+    for spec in specs:
+        with open_archive(find_archive(settings.model_store, spec.location)) as archive:
+            name, config, unproven = admit(archive, spec, policy)
+            allocator.claim(name, archive.manifest.model_version, spec.location)
+        if unproven and unproven.reason == "versions":
+            warnings.append(f"{name}: {unproven.text}")
+        version, file = archive.manifest.model_version, archive.path.name
+        read.append(partial(PlannedModel, name, version, file, config))
+        requests.append(policy.request(spec, config, name))
+    allocations = sizing.choose(machine, requests)
+    models = [planned(each) for planned, each in zip(read, allocations, strict=True)]
+    if excess := sizing.describe_excess(machine, allocations):
+        warnings.append(excess)
+    return StartPlan(machine, models, warnings)
 
 
 def explain(plan: StartPlan) -> dict[str, Any]:
@@ -61,7 +115,7 @@ def _threads(plan: StartPlan) -> int:
     return sum(model.allocation.total_threads for model in plan.models)
 
 
-def _rows(model: PlannedModel, machine: Machine) -> Iterator[tuple[str, str | int, str]]:
+def _rows(model: PlannedModel, machine: sizing.Machine) -> Iterator[tuple[str, str | int, str]]:
     config, allocation = model.config, model.allocation
     yield "device", *_device(config, machine)
     yield "workers", allocation.workers, allocation.why_workers
@@ -73,9 +127,8 @@ def _rows(model: PlannedModel, machine: Machine) -> Iterator[tuple[str, str | in
     yield "queue_size", config.queue_size, origin("jobQueueSize", "the setting queue_size")
     if config.explain_workers:
         why = origin("explainWorkers", "default")
-        start = (
-            "once the others are ready" if config.explains_early else "for the first explanation"
-        )
+        is_early = config.explains_early
+        start = "once the others are ready" if is_early else "for the first explanation"
         why += f"; started {start}, at a lower priority, not counted below"
         yield "explain_workers", config.explain_workers, why
     if config.explain_share:
@@ -83,9 +136,9 @@ def _rows(model: PlannedModel, machine: Machine) -> Iterator[tuple[str, str | in
         yield "explain_share", f"{config.explain_share:g}", why
 
 
-def _device(config: ModelConfig, machine: Machine) -> tuple[str, str]:
+def _device(config: ModelConfig, machine: sizing.Machine) -> tuple[str, str]:
     said = config.origins.get("deviceType", f"the setting device: {config.device}")
-    if is_on_gpu(machine, config.device):
+    if sizing.is_on_gpu(machine, config.device):
         return config.device.replace("auto", "cuda"), said
     if config.device == "auto":
         return "cpu", f"{said}, and no CUDA device is seen"

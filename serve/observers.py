@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from modelyard.base.plugins import registered
-from modelyard.serve.control.register import Lifecycle
-from modelyard.serve.control.restore import Report
+from modelyard.serve.control.register import Lifecycle, Report
 from modelyard.serve.dataplane.metrics import Metrics
 from modelyard.serve.http.application import Answers, Check, Route
 from modelyard.serve.http.connection import Headers, RequestResponseCycle

@@ -20,8 +20,8 @@ import uvloop
 
 from modelyard.archiver import ArchiveError
 from modelyard.serve.app import Server, create_server
+from modelyard.serve.control.register import restore
 from modelyard.serve.control.reload import Reloader
-from modelyard.serve.control.restore import restore
 from modelyard.serve.control.sandbox import check_machine
 from modelyard.serve.control.state import StateDir, write_json
 from modelyard.serve.dataplane.process import Orphans
@@ -65,12 +65,8 @@ def run(settings: Settings, report: Report, create: Create = create_server) -> i
         with state.lock():
             report({"event": "locked"})
             uvloop.run(_serve(settings, state, report, create))
-    except (ServeError, ArchiveError) as error:
-        logger.error("%s", error)
-        report({"event": "error", "message": str(error)})
-        return 1
-    except OSError as error:
-        message = state.why_unusable(error)
+    except (ServeError, ArchiveError, OSError) as error:
+        message = state.why_unusable(error) if isinstance(error, OSError) else str(error)
         logger.error("%s", message)
         report({"event": "error", "message": message})
         return 1
@@ -89,7 +85,7 @@ async def _serve(settings: Settings, state: StateDir, report: Report, create: Cr
     measures = check_machine(settings)
     server = create(settings)
     orphans, closing = Orphans(), list[asyncio.Task[None]]()
-    stop = _watch_signals()
+    stop = StopSignals()
     about = _describe(server, state, settings)
     walls = {each.name: {"status": each.status, "found": each.found} for each in measures}
 
@@ -102,17 +98,17 @@ async def _serve(settings: Settings, state: StateDir, report: Report, create: Cr
         report({"event": "started", **about})
 
     try:
-        if server.lifecycle.policy.is_strict:
+        is_strict = server.lifecycle.policy.is_strict
+        if is_strict:
             await open_ports()
-            warnings = await _load(server, stop, report)
-        else:
-            warnings = await _load(server, stop, report)
+        warnings = await _load(server, stop, report)
+        if not is_strict:
             await open_ports()
         for warning in settings.warnings:
             logger.warning("%s", warning)
         warnings = [*settings.warnings, *warnings]
         served = ", ".join(f"{model.name} {model.version}" for model in server.lifecycle.registry)
-        if not served and server.lifecycle.policy.is_strict:
+        if not served and is_strict:
             served = NOTHING
             warnings.append(NOTHING)
         server.state.is_starting = False
@@ -126,23 +122,14 @@ async def _serve(settings: Settings, state: StateDir, report: Report, create: Cr
         report({"event": "ready", **about, "warnings": warnings})
         server.lifecycle.prepare_explainers()
         memory = Memory()
-        edits = _watch_edits(server, settings)
+        edits = asyncio.create_task(Reloader(server.lifecycle, settings.reload).run())
         await stop.first.wait()
-        if edits is not None:
-            edits.cancel()
+        edits.cancel()
         memory.stop()
         await _drain(server, settings, stop.second, closing)
     finally:
         await _end(server, state, closing)
         await orphans.stop()
-
-
-def _watch_edits(server: Server, settings: Settings) -> asyncio.Task[None] | None:
-    """Start to serve an author's edits, where folders of theirs are named."""
-    if not settings.reload:
-        return None
-    logger.info("edits of %s are served", ", ".join(map(str, settings.reload)))
-    return asyncio.create_task(Reloader(server.lifecycle, settings.reload).run())
 
 
 async def _load(server: Server, stop: StopSignals, report: Report) -> list[str]:
@@ -193,18 +180,11 @@ class StopSignals:
     def __init__(self) -> None:
         self.first = asyncio.Event()
         self.second = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._receive)
 
-    def received(self) -> None:
-        """Note one more signal."""
+    def _receive(self) -> None:
         (self.second if self.first.is_set() else self.first).set()
-
-
-def _watch_signals() -> StopSignals:
-    stop = StopSignals()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.received)
-    return stop
 
 
 async def _drain(

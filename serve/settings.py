@@ -5,14 +5,16 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
@@ -28,11 +30,70 @@ from modelyard.serve.errors import StartError, WrongUsage
 ENV_PREFIX = "MODELYARD_"
 MOST_WORKERS = 1024
 """Workers of one model, at most."""
+UIDS = "FIRST-LAST, as in 60706-61183, without root"
 Share = Annotated[int, Field(ge=1, le=1000)]
-_ORIGIN = re.compile(
-    r"\*|https?://([\w.-]+|\[[0-9A-Fa-f:.]+\])(:\d{1,5})?", re.ASCII | re.IGNORECASE
-)
-_HOST = re.compile(r"\*|[\w.-]+|\[[0-9A-Fa-f:.]+\]")
+
+
+def _split(value: Any) -> Any:
+    """Take a comma or space separated list where a list is expected."""
+    return value.replace(",", " ").split() if isinstance(value, str) else value
+
+
+def _form(pattern: str, expected: str) -> AfterValidator:
+    """Return what takes texts of one form."""
+    matches = re.compile(pattern).fullmatch
+
+    def check(value: str) -> str:
+        if not matches(value):
+            raise ValueError(f"expected {expected}")
+        return value
+
+    return AfterValidator(check)
+
+
+def _lines(value: Any) -> Any:
+    """Take lines where a list is expected; a semicolon ends one, too."""
+    return value.replace(";", "\n").splitlines() if isinstance(value, str) else value
+
+
+def _yaml(value: Any) -> Any:
+    """Take YAML where a mapping is expected, as in the environment."""
+    try:
+        return parse_yaml(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise ValueError(f"not valid YAML: {error}") from error
+
+
+def _users(value: str) -> str:
+    first, _, last = value.partition("-")
+    if value and not 0 < int(first) <= int(last):
+        raise ValueError(f"expected {UIDS}")
+    return value
+
+
+def _folder(path: Path) -> Path:
+    if not path.is_dir():
+        raise ValueError(f"there is no folder {path}")
+    return path
+
+
+Split = BeforeValidator(_split)
+Place = Annotated[Path, AfterValidator(lambda path: path.expanduser().absolute())]
+Places = Annotated[tuple[Place, ...], Split]
+Words = Annotated[tuple[str, ...], Split]
+_HOST = r"\[[0-9A-Fa-f:.]+\]"
+Host = Annotated[
+    str,
+    _form(rf"\*|[\w.-]+|{_HOST}", "the name of a host; leave out scheme and port"),
+    AfterValidator(lambda name: name.lower().strip("[]")),
+]
+Origin = Annotated[
+    str,
+    _form(
+        rf"(?ai)\*|https?://([\w.-]+|{_HOST})(:\d{{1,5}})?", "an origin, as in https://app.example"
+    ),
+    AfterValidator(str.lower),
+]
 
 
 def default_state_dir() -> Path:
@@ -72,6 +133,55 @@ class Address:
         return f"http{'s' if self.is_tls else ''}://{host}:{self.port}"
 
 
+def _is_open(data: Mapping[str, Any]) -> bool:
+    """Return whether nobody needs a token."""
+    return bool(data.get("auth") == "never")
+
+
+CONFLICTS: tuple[tuple[str, Callable[[Any, Mapping[str, Any]], object], str], ...] = (
+    (
+        "tls_key",
+        lambda key, data: "tls_cert" in data and (key is None) != (data["tls_cert"] is None),
+        "tls_cert and tls_key go together; one is missing",
+    ),
+    (
+        "token_file",
+        lambda file, data: _is_open(data) and (file or data.get("tokens")),
+        "auth is never, so no token would be asked for",
+    ),
+    (
+        "insecure",
+        lambda value, data: (
+            _is_open(data) and not value and not Address(data.get("host", "")).is_loopback
+        ),
+        "auth: never lets everybody who reaches {host} replace the models; give --insecure to "
+        "mean that",
+    ),
+    (
+        "insecure",
+        lambda value, data: _is_open(data) and not value and "*" in data.get("allowed_origins", ()),
+        "auth: never and allowed_origins: * let every web page replace the models; give "
+        "--insecure to mean that",
+    ),
+    (
+        "require_sandbox",
+        lambda value, data: value and not data.get("sandbox"),
+        "the setting sandbox is off",
+    ),
+    (
+        "require_signature",
+        lambda value, data: value and not data.get("trusted_keys"),
+        "name the file of public keys with --trusted-keys",
+    ),
+    (
+        "reload",
+        lambda value, data: value and data.get("require_signature"),
+        "what is edited is not signed, and require_signature is on",
+    ),
+)
+"""Setting, what makes it wrong beside those that are declared before it, and why."""
+
+
 class Settings(BaseModel):
     """One server's settings; frozen. Every field can be set as MODELYARD_<NAME> too."""
 
@@ -79,17 +189,17 @@ class Settings(BaseModel):
         frozen=True, extra="forbid", protected_namespaces=(), validate_default=True
     )
 
-    model_store: Path = Path("model_store")
+    model_store: Place = Path("model_store")
     """Folder of the archives that may be served."""
-    models: tuple[str, ...] = ()
+    models: Words = ()
     """NAME or NAME=FILE of the store, or ALL; empty restores what was served last."""
-    state_dir: Path = Field(default_factory=default_state_dir)
+    state_dir: Place = Field(default_factory=default_state_dir)
     """Folder of pid file, keys, logs and saved state; one server each."""
     host: str = "127.0.0.1"
     """Address of all three APIs."""
-    allowed_hosts: tuple[str, ...] = ()
+    allowed_hosts: Annotated[tuple[Host, ...], Split] = ()
     """Further names by which requests may call the server, and whose web pages may; * for any."""
-    allowed_origins: tuple[str, ...] = ()
+    allowed_origins: Annotated[tuple[Origin, ...], Split] = ()
     """Web pages of elsewhere that may call and read the answers (CORS): scheme, host and port; *
     for any."""
     port: int = Field(default=8080, ge=0, le=65535)
@@ -98,23 +208,23 @@ class Settings(BaseModel):
     metrics_port: int = Field(default=8082, ge=0, le=65535)
     grpc_port: int | None = Field(default=None, ge=0, le=65535)
     """Port of gRPC, which needs the extra grpc; not set, there is none. Triton's is 8001."""
-    tls_cert: Path | None = None
+    tls_cert: Place | None = None
     """Certificate of all three APIs, and those that lead to its root (PEM); read again when it
     changes."""
-    tls_key: Path | None = None
+    tls_key: Place | None = None
     """Its private key (PEM, without a password)."""
     auth: Literal["auto", "always", "management", "never"] = "auto"
     """Bearer tokens. auto: management always, inference unless the address is loopback, or tokens
     that stay are named; management: that API only, behind a gateway that lets clients in."""
-    tokens: tuple[str, ...] = ()
+    tokens: Annotated[tuple[str, ...], BeforeValidator(_lines)] = ()
     """Tokens that stay: NAME RIGHTS sha256:HASH, as `modelyard token new` prints them."""
-    token_file: Path | None = None
+    token_file: Place | None = None
     """File of such lines; it is read again when it changes."""
     insecure: bool = False
     """Allow auth: never where other machines reach the server."""
     allow_load: bool = False
     """Let operators load and unload models by name with the inference API, /v2/repository."""
-    device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
+    device: Annotated[str, _form(r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda or cuda:N")] = "auto"
     """Device that models run on; auto takes CUDA where there is one."""
     workers: int = Field(default=0, ge=0, le=MOST_WORKERS)
     """Workers of each model; 0 chooses by cores and number of models."""
@@ -126,7 +236,7 @@ class Settings(BaseModel):
     """Fork workers from a process that has imported torch; false starts each by itself."""
     queue_size: int = Field(default=100, ge=1)
     """Requests that may wait per model version and kind."""
-    priority_shares: tuple[Share, Share, Share] = (16, 4, 1)
+    priority_shares: Annotated[tuple[Share, Share, Share], Split] = (16, 4, 1)
     """Rows of requests of high, normal and low priority that are taken in turn while all wait."""
     request_timeout_s: float = Field(default=60, gt=0)
     """Time from arrival to answer; a request that takes longer is answered 504."""
@@ -175,7 +285,7 @@ class Settings(BaseModel):
     """Size of the server's log and of each worker's; a full one is put aside as FILE.1."""
     log_keep: int = Field(default=3, ge=1)
     """Files put aside of each log; the oldest goes."""
-    trusted_keys: Path | None = None
+    trusted_keys: Place | None = None
     """File of public keys (PEM), whose signatures are accepted."""
     require_signature: bool = False
     """Serve only archives that one of the trusted keys signed."""
@@ -193,48 +303,21 @@ class Settings(BaseModel):
     """Sockets of workers. auto: none, but all for archives that we did not seal."""
     files: Literal["own", "all"] = "own"
     """What workers reach: their archive and a folder of their own; or what the server does."""
-    read_paths: tuple[Path, ...] = ()
+    read_paths: Places = ()
     """Files and folders that workers may read too."""
-    write_paths: tuple[Path, ...] = ()
+    write_paths: Places = ()
     """Files and folders that workers may read and write too."""
-    pass_variables: tuple[str, ...] = ()
+    pass_variables: Words = ()
     """Names, and patterns of names, of more environment variables that workers get."""
-    worker_uids: str = Field(default="60706-61183", pattern=r"^(\d{1,10}-\d{1,10})?$")
+    worker_uids: Annotated[str, _form(r"(\d{1,10}-\d{1,10})?", UIDS), AfterValidator(_users)] = (
+        "60706-61183"
+    )
     """Users of workers, one per model version, where the server is root; empty keeps root."""
-    reload: tuple[Path, ...] = ()
+    reload: Annotated[tuple[Annotated[Place, AfterValidator(_folder)], ...], Split] = ()
     """Folders whose files stand for those of the same names in archives, as soon as they change."""
-    model_settings: dict[str, dict[str, Any]] = {}
+    model_settings: Annotated[dict[str, dict[str, Any]], BeforeValidator(_yaml)] = {}
     """Model name → keys of model-config.yaml that go before the archive's own. Handlers do not see
     them."""
-
-    @field_validator(
-        "models",
-        "allowed_hosts",
-        "allowed_origins",
-        "read_paths",
-        "write_paths",
-        "pass_variables",
-        "reload",
-        "priority_shares",
-        mode="before",
-    )
-    @classmethod
-    def _split(cls, value: Any) -> Any:
-        """Take a comma or space separated list where a list is expected."""
-        return value.replace(",", " ").split() if isinstance(value, str) else value
-
-    @field_validator("tokens", mode="before")
-    @classmethod
-    def _lines(cls, value: Any) -> Any:
-        """Take lines where a list is expected; a semicolon ends one, too."""
-        return value.replace(";", "\n").splitlines() if isinstance(value, str) else value
-
-    @field_validator("tls_key")
-    @classmethod
-    def _has_certificate(cls, value: Path | None, info: ValidationInfo) -> Path | None:
-        if "tls_cert" in info.data and (value is None) != (info.data["tls_cert"] is None):
-            raise ValueError("tls_cert and tls_key go together; one is missing")
-        return value
 
     @field_validator("management_port", "metrics_port", "grpc_port")
     @classmethod
@@ -247,99 +330,13 @@ class Settings(BaseModel):
                 )
         return value
 
-    @field_validator("token_file")
+    @field_validator(*dict.fromkeys(name for name, _, _ in CONFLICTS))
     @classmethod
-    def _are_asked_for(cls, value: Path | None, info: ValidationInfo) -> Path | None:
-        if (value or info.data.get("tokens")) and info.data.get("auth") == "never":
-            raise ValueError("auth is never, so no token would be asked for")
-        return value
-
-    @field_validator("model_settings", mode="before")
-    @classmethod
-    def _parse(cls, value: Any) -> Any:
-        """Take YAML where a mapping is expected, as in the environment."""
-        try:
-            return parse_yaml(value) if isinstance(value, str) else value
-        except ValueError as error:
-            raise ValueError(f"not valid YAML: {error}") from error
-
-    @field_validator(
-        "model_store", "state_dir", "trusted_keys", "token_file", "tls_cert", "tls_key"
-    )
-    @classmethod
-    def _absolute(cls, value: Path | None) -> Path | None:
-        return value.expanduser().absolute() if value else None
-
-    @field_validator("allowed_hosts")
-    @classmethod
-    def _are_names(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for name in value:
-            if not _HOST.fullmatch(name):
-                raise ValueError(f"{name!r} is not the name of a host; leave out scheme and port")
-        return tuple(name.lower().strip("[]") for name in value)
-
-    @field_validator("allowed_origins")
-    @classmethod
-    def _are_origins(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for origin in value:
-            if not _ORIGIN.fullmatch(origin):
-                raise ValueError(f"{origin!r} is not an origin; expected as in https://app.example")
-        return tuple(origin.lower() for origin in value)
-
-    @field_validator("insecure")
-    @classmethod
-    def _is_meant(cls, value: bool, info: ValidationInfo) -> bool:
-        host = info.data.get("host", "")
-        if info.data.get("auth") == "never" and not value and not Address(host).is_loopback:
-            raise ValueError(
-                f"auth: never lets everybody who reaches {host} replace the models; give "
-                "--insecure to mean that"
-            )
-        if (
-            info.data.get("auth") == "never"
-            and not value
-            and "*" in info.data.get("allowed_origins", ())
-        ):
-            raise ValueError(
-                "auth: never and allowed_origins: * let every web page replace the models; give "
-                "--insecure to mean that"
-            )
-        return value
-
-    @field_validator("read_paths", "write_paths", "reload")
-    @classmethod
-    def _all_absolute(cls, value: tuple[Path, ...]) -> tuple[Path, ...]:
-        return tuple(path.expanduser().absolute() for path in value)
-
-    @field_validator("worker_uids")
-    @classmethod
-    def _is_range(cls, value: str) -> str:
-        first, _, last = value.partition("-")
-        if value and not 0 < int(first) <= int(last):
-            raise ValueError("expected FIRST-LAST, without root")
-        return value
-
-    @field_validator("require_sandbox")
-    @classmethod
-    def _has_sandbox(cls, value: bool, info: ValidationInfo) -> bool:
-        if value and not info.data.get("sandbox"):
-            raise ValueError("the setting sandbox is off")
-        return value
-
-    @field_validator("reload")
-    @classmethod
-    def _are_watched(cls, value: tuple[Path, ...], info: ValidationInfo) -> tuple[Path, ...]:
-        if value and info.data.get("require_signature"):
-            raise ValueError("what is edited is not signed, and require_signature is on")
-        if missing := [path for path in value if not path.is_dir()]:
-            raise ValueError(f"there is no folder {missing[0]}")
-        return value
-
-    @field_validator("require_signature")
-    @classmethod
-    def _has_keys(cls, value: bool, info: ValidationInfo) -> bool:
-        if value and not info.data.get("trusted_keys"):
-            raise ValueError("name the file of public keys with --trusted-keys")
+    def _fits(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse what does not go with the settings above it."""
+        for name, is_wrong, text in CONFLICTS:
+            if name == info.field_name and is_wrong(value, info.data):
+                raise ValueError(text.format(**info.data))
         return value
 
     @property
@@ -440,10 +437,6 @@ _EXPECTED = {
     "tuple": "a list",
 }
 """Words for a problem, by the beginning of its type."""
-_FORMS = {
-    r"^(auto|cpu|cuda(:\d+)?)$": "auto, cpu, cuda or cuda:N",
-    r"^(\d{1,10}-\d{1,10})?$": "FIRST-LAST, as in 60706-61183",
-}
 
 
 def what_is_wrong(problem: Mapping[str, Any]) -> str:
@@ -464,20 +457,12 @@ def what_is_wrong(problem: Mapping[str, Any]) -> str:
     elif kind in ("greater_than_equal", "greater_than", "less_than_equal"):
         bounds = {"ge": "{} or more", "gt": "more than {}", "le": "{} or less"}
         expected = next(text.format(f"{said[at]:g}") for at, text in bounds.items() if at in said)
-    elif kind == "string_pattern_mismatch":
-        expected = _FORMS.get(said["pattern"], said["pattern"])
     else:
         expected = _EXPECTED.get(kind.split("_")[0], problem["msg"])
     return f"expected {expected}, got {given!r}{near}"
 
 
-OTHER_VARIABLES = frozenset({
-    "ALLOWED_URLS",
-    "CA",
-    "PEERS",
-    "SIGNING_KEY",
-    "TOKEN",
-})  # fmt: skip
+OTHER_VARIABLES = {"ALLOWED_URLS", "CA", "PEERS", "SIGNING_KEY", "TOKEN"}
 """Behind the prefix: what else of ours is read."""
 
 

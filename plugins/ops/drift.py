@@ -11,15 +11,13 @@ import logging
 import random
 from collections.abc import Sequence
 
-from prometheus_client import Counter, Gauge
-
 from modelyard.archiver.reference import MAX_BYTES, Reference, parse_reference
 from modelyard.archiver.untrusted.json import parse_json
 from modelyard.archiver.untrusted.names import REFERENCE_NAME
 from modelyard.serve.control.registry import ModelVersion
 from modelyard.serve.dataplane import wire
 from modelyard.serve.dataplane.call import Call, Reply, Stream
-from modelyard.serve.dataplane.metrics import Histograms, Metrics
+from modelyard.serve.dataplane.metrics import COUNTER, GAUGE, HISTOGRAM, MODEL, Family, Metrics
 from modelyard.serve.dataplane.pool import Pool
 from modelyard.serve.errors import BadModelConfig, WorkerDied
 from modelyard.serve.settings import Settings
@@ -43,32 +41,24 @@ class Drifts:
 
     def __init__(self, settings: Settings, metrics: Metrics) -> None:
         self._settings = settings
-        model, registry = ("model", "version"), metrics.registry
-        self.explained = Counter(
-            "modelyard_explained_predictions",
+        registry, part = metrics.registry, (*MODEL, "part")
+        self.explained = Family(
+            registry, COUNTER, "explained_predictions", (*MODEL, "outcome"),
             "Predictions drawn to be explained unasked, by what became of them.",
-            (*model, "outcome"),
-            registry=registry,
-        )
-        self.shares = Histograms(
-            "modelyard_attribution_share",
+        )  # fmt: skip
+        self.shares = Family(
+            registry, HISTOGRAM, "attribution_share", part,
             "Share of a part of the input in the sum of an explanation's absolute attributions.",
-            (*model, "part"),
             SHARES,
-            registry,
-        )
-        self.reference = Gauge(
-            "modelyard_attribution_reference",
+        )  # fmt: skip
+        self.reference = Family(
+            registry, GAUGE, "attribution_reference", part,
             "Mean share of a part in the archive's reference.",
-            (*model, "part"),
-            registry=registry,
-        )
-        self.distance = Gauge(
-            "modelyard_attribution_drift",
+        )  # fmt: skip
+        self.distance = Family(
+            registry, GAUGE, "attribution_drift", MODEL,
             "Total variation distance of the latest shares' means to the archive's reference.",
-            model,
-            registry=registry,
-        )
+        )  # fmt: skip
         self._of: dict[tuple[str, str], Drift] = {}
 
     def changed(self, model: ModelVersion, is_there: bool) -> None:
@@ -126,20 +116,17 @@ class Drift:
         self._has_warned = False
         self._is_ended = False
         for part, mean in reference.shares.items():
-            drifts.shares.labels(*key, part)
-            drifts.reference.labels(*key, part).set(mean)
-        drifts.distance.labels(*key)
-        self._counts = {each: drifts.explained.labels(*key, each) for each in OUTCOMES}
+            drifts.shares.histogram(*key, part)
+            drifts.reference.count(*key, part).value = mean
+        self._distance = drifts.distance.count(*key)
+        self._counts = {each: drifts.explained.count(*key, each) for each in OUTCOMES}
 
     def remove(self) -> None:
         """Explain nothing more, and forget the series."""
         self._is_ended = True
-        for part in self._means:
-            self._drifts.shares.remove(*self._key, part)
-            self._drifts.reference.remove(*self._key, part)
-        self._drifts.distance.remove(*self._key)
-        for outcome in OUTCOMES:
-            self._drifts.explained.remove(*self._key, outcome)
+        drifts = self._drifts
+        for family in (drifts.shares, drifts.reference, drifts.distance, drifts.explained):
+            family.forget(*self._key)
 
     def offer(self, answered: Sequence[tuple[Call, Reply]]) -> None:
         """Explain what was just answered, where it is drawn and a worker has time."""
@@ -193,10 +180,9 @@ class Drift:
         if not shares or self._is_ended:  # it was as the baseline is, or nobody wants to know
             return
         for name, share in shares.items():
-            self._drifts.shares.labels(*self._key, name).observe(share)
+            self._drifts.shares.histogram(*self._key, name).observe(share)
             self._means[name] += (share - self._means[name]) / WINDOW
-        distance = self._drifts.distance.labels(*self._key)
-        distance.set(self._reference.distance(self._means))
+        self._distance.value = self._reference.distance(self._means)
 
     def _read(self, reply: Reply) -> dict[str, float]:
         """Return what a worker says, which runs authors' code.

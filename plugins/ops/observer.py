@@ -12,7 +12,7 @@ from modelyard.plugins.ops.console.tryit import TryPages
 from modelyard.plugins.ops.drift import Drifts
 from modelyard.plugins.ops.rollout.control import Rollouts
 from modelyard.plugins.ops.rollout.routes import rollout_routes
-from modelyard.serve.control.restore import Report
+from modelyard.serve.control.register import Report
 from modelyard.serve.http.connection import RequestResponseCycle
 from modelyard.serve.observers import Host
 

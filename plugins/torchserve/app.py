@@ -24,10 +24,10 @@ from modelyard.serve.control.registry import Registry
 from modelyard.serve.control.repository import Repository
 from modelyard.serve.dataplane.budget import AnswerBudget
 from modelyard.serve.dataplane.metrics import Metrics
-from modelyard.serve.front.begin import ServerState
+from modelyard.serve.front.begin import ServerState, let_everybody
 from modelyard.serve.front.face import Face
 from modelyard.serve.front.models import why_not_ready
-from modelyard.serve.http.application import Check, changes_models, check_changes, open_to_all
+from modelyard.serve.http.application import Check, changes_models, check_changes
 from modelyard.serve.http.connection import Access
 from modelyard.serve.http.listener import Listener, Tls
 from modelyard.serve.observers import Host, make_observers
@@ -60,7 +60,7 @@ def create_server(dialect: TorchServeSettings, logs: Logs | None, settings: Sett
     def check_at(address: Address, is_change: Callable[[str], bool] = changes_models) -> Check:
         """Return the token check of the inference API there, whose paths change models or not."""
         if tokens is None:
-            return open_to_all
+            return let_everybody
         is_open = is_off is None and address.is_loopback
         clients = tokens.check("inference", PROBES, is_needed=not is_open)
         return check_changes(clients, tokens.check("management"), is_change)

@@ -95,7 +95,7 @@ class Dialect:
         if not path and cycle.method != "OPTIONS":
             raise MethodNotAllowed
         if not path or path == ["api-description"]:
-            self._answers.send(cycle, id, *json_answer(self.document))
+            self._answers.send(cycle, *json_answer(self.document))
         else:
             cycle.read_body(lambda parts: self._with_body(cycle, path, parts, id))
 
@@ -106,7 +106,7 @@ class Dialect:
             if self._begin is not None and self._begin(cycle, path, parts, id):
                 return
         except ServeError as error:
-            self._answers.send(cycle, id, *self._answers.error(error, id))
+            self._answers.send(cycle, *self._answers.error(error, id))
         else:
             cycle.run(self._run(cycle, path, b"".join(parts), id))
 
@@ -117,7 +117,7 @@ class Dialect:
             answer = await self._respond(cycle, path, body, id)
         except Exception as error:
             answer = self._answers.error(error, id)
-        self._answers.send(cycle, id, *answer)
+        self._answers.send(cycle, *answer)
 
 
 def dialect_answers(
@@ -147,20 +147,20 @@ class DialectAnswers(Answers):
     """Whether such requests are read as TorchServe does not."""
 
     def send(
-        self, cycle: RequestResponseCycle, id: str, status: int, headers: Headers,
+        self, cycle: RequestResponseCycle, status: int, headers: Headers,
         body: Payload | Stream | Events,
     ) -> None:  # fmt: skip
         """Send an answer."""
         if status >= 400 and self._is_of_tensors(cycle) and isinstance(body, bytes | bytearray):
             body = _with_error(body)
-        super().send(cycle, id, status, headers, body)
+        super().send(cycle, status, headers, body)
 
-    def send_refusal(self, cycle: RequestResponseCycle, id: str, error: Unavailable) -> None:
+    def send_refusal(self, cycle: RequestResponseCycle, error: Unavailable) -> None:
         """Send the answer to a call that is not taken."""
         if self._is_of_tensors(cycle):
-            self.send(cycle, id, *self.error(error, id))
+            self.send(cycle, *self.error(error, cycle.id))
         else:
-            super().send_refusal(cycle, id, error)
+            super().send_refusal(cycle, error)
 
     def refuse(self, error: Exception, cycle: RequestResponseCycle | None) -> Answer:
         """Return the last answer on a connection."""

@@ -38,7 +38,8 @@ from modelyard.serve.errors import (
     VersionNotFound,
     http_status,
 )
-from modelyard.serve.http.application import Answers, open_to_all
+from modelyard.serve.front.begin import let_everybody
+from modelyard.serve.http.application import Answers
 from modelyard.serve.http.connection import Answer, RequestResponseCycle
 from modelyard.serve.observers import Observer
 
@@ -76,7 +77,7 @@ class TorchServeManagement:
         self._lifecycle = lifecycle
         self._tokens = tokens
         self.has_model_api = has_model_api
-        self.check = tokens.check("management", ["/token"]) if tokens else open_to_all
+        self.check = tokens.check("management", ["/token"]) if tokens else let_everybody
         self._answers = answers
         document = openapi.server("models", "one_model", "management")
         routes = Routes("", "", answers, *(each for one in observers for each in one.routers))

@@ -59,7 +59,7 @@ class Inferences(NamedTuple):
     """Takes all three values of an answer, for those that are lines."""
 
 
-class TorchServeMetrics:
+class TorchServeMetrics(HandlerMetrics):
     """The metrics of one server in TorchServe's dialect.
 
     Args:
@@ -76,17 +76,15 @@ class TorchServeMetrics:
         """Metrics as the configuration declares them, for the workers."""
         self.auto_detect = settings.model_metrics_auto_detect
         self.mode = settings.metrics_mode
-        self.is_alone = self.mode == "log"
         self._own_lines = logs.lines(TS_METRICS) if logs else None
         model_lines = logs.lines(MODEL_METRICS) if logs else None
         self._log_record = model_lines.writer(self._record_line) if model_lines else None
-        self._hostname = socket.gethostname()
+        hostname = socket.gethostname()
         self._families = {f.name: f for f in _families(config.get("ts_metrics") or {})}
-        self._host = {"Level": "Host", "Hostname": self._hostname, "hostname": self._hostname}
+        self._host = {"Level": "Host", "Hostname": hostname, "hostname": hostname}
         declared = list(_families(self.model_metrics, ("Hostname",)))
-        self._handlers = HandlerMetrics(
-            self._hostname, declared, self.auto_detect, frozenset(self._families)
-        )
+        super().__init__(hostname, declared, self.auto_detect, frozenset(self._families))
+        self.is_alone = self.mode == "log"
         self._statuses = {each: self._counter(f"Requests{each}XX", {}) for each in (2, 4, 5)}
         self._thread_time = self._adder("WorkerThreadTime", {})
         self._inferences: dict[tuple[str, str | None], Inferences] = {}
@@ -194,7 +192,7 @@ class TorchServeMetrics:
         """Take what a handler measured in one batch, which its worker had for `seconds`."""
         for record in records:
             if self.mode == "prometheus":
-                self._handlers.record(record)
+                self.record(record)
             elif self._log_record is not None:
                 self._log_record(record)
             if record.name == "PredictionTime" and self._thread_time is not None:
@@ -216,7 +214,7 @@ class TorchServeMetrics:
 
     def forget(self, model: str) -> None:
         """Drop the series of a model that is removed."""
-        self._handlers.forget(model)
+        super().forget(model)
         for key in [key for key in self._inferences if key[0] == model]:
             del self._inferences[key]
         for family in self._families.values():
@@ -230,7 +228,7 @@ class TorchServeMetrics:
             return ""
         if self.mode == "legacy":
             return text((f for f in self._families.values() if f.name in LEGACY), names, is_open)
-        return text((*self._families.values(), *self._handlers.families.values()), names, is_open)
+        return text((*self._families.values(), *self.families.values()), names, is_open)
 
     # -- the machine ---------------------------------------------------------------------------
 

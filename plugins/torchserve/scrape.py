@@ -6,10 +6,11 @@ from urllib.parse import parse_qsl
 
 from modelyard.plugins.torchserve import openapi
 from modelyard.plugins.torchserve.dialect import Dialect, segments
-from modelyard.serve.api.metrics import CONTENT_TYPE
+from modelyard.serve.api.management import CONTENT_TYPE
 from modelyard.serve.dataplane.metrics import Metrics
 from modelyard.serve.errors import NoSuchRoute
-from modelyard.serve.http.application import Answers, open_to_all
+from modelyard.serve.front.begin import let_everybody
+from modelyard.serve.http.application import Answers
 from modelyard.serve.http.connection import Answer, RequestResponseCycle
 
 PATH = "metrics"
@@ -22,7 +23,7 @@ class Scrape:
         self._metrics = metrics
         document = openapi.server()
         self.dialect = Dialect(
-            open_to_all, answers, document, self._respond, lambda path: segments(path) == [PATH]
+            let_everybody, answers, document, self._respond, lambda path: segments(path) == [PATH]
         )
 
     async def _respond(

@@ -6,8 +6,11 @@ here only describe, and let other methods be 405.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path as File
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Path
 
@@ -16,6 +19,7 @@ from modelyard.archiver.untrusted.yaml import parse_yaml
 from modelyard.base.explain_options import EXPLAIN_OPTIONS, Option
 
 Schema = dict[str, Any]
+F = TypeVar("F", bound=Callable[..., Awaitable[Any]])
 ModelName = Annotated[str, Path(description="Registered name.", examples=["digits"])]
 Version = Annotated[str, Path(description="Registered version.", examples=["1.0"])]
 
@@ -55,6 +59,40 @@ def error_responses(*codes: int) -> dict[int | str, Schema]:
     content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
     texts = DOCUMENT["errors"]
     return {code: {"description": texts[code], "content": content} for code in codes}
+
+
+def of_model(
+    router: APIRouter, method: str, *routes: tuple[str, str, str], **options: Any
+) -> Callable[[F], F]:
+    """Return a decorator that adds a route for a model's default version, and one for any version.
+
+    The function is called with the version, None for the default one.
+
+    Args:
+        routes: name, path and summary of each; one whose path names no version is the default
+            one's.
+        options: options of FastAPI's routes.
+    """
+
+    def register(function: F) -> F:
+        async def route(**given: Any) -> Any:
+            return await function(**{"version": None, **given})
+
+        signature = inspect.signature(function, eval_str=True)
+        for name, path, summary in routes:
+            own = dict(signature.parameters)
+            version = own.pop("version").replace(annotation=Version)
+            if "{version}" in path:
+                own["version"] = version.replace(kind=version.KEYWORD_ONLY)
+            call = partial(route)
+            setattr(call, "__signature__", signature.replace(parameters=list(own.values())))  # noqa: B010 - for FastAPI
+            router.add_api_route(
+                path, call, methods=[method], summary=summary, name=name,
+                description=inspect.getdoc(function), **options,
+            )  # fmt: skip
+        return function
+
+    return register
 
 
 def _of_model(model: ModelName) -> None:

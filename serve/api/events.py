@@ -67,21 +67,17 @@ def writer(form: Form, model: str, version: str, headers: Headers) -> Callable[[
 
     It raises a ValueError for what the form has no way to say.
     """
+    write: Callable[[Payload], bytes] = bytes
     content_type = next((value for name, value in headers if name == b"content-type"), b"")
     if form.name == "generate":
         about = orjson.dumps({"model_name": model, "model_version": version})[1:-1]
 
-        def write(chunk: Payload) -> bytes:
+        def generated(chunk: Payload) -> bytes:
             return b"{%b,%b}" % (about, _fields(chunk, content_type))
+
+        write = generated
     elif form.name == "infer":
-
-        def write(chunk: Payload) -> bytes:
-            return _tensors(chunk)
-    else:
-
-        def write(chunk: Payload) -> bytes:
-            return bytes(chunk)
-
+        write = _tensors
     return (lambda chunk: event(write(chunk))) if form.is_stream else write
 
 

@@ -15,24 +15,8 @@ from time import monotonic
 
 import orjson
 
-from modelyard.serve.api.events import (
-    CHUNKS,
-    EVENTS,
-    GENERATE,
-    GENERATE_STREAM,
-    HEAD,
-    INFER_STREAM,
-    OF_BODY,
-    PAUSE,
-    Form,
-    are_events,
-    as_chunk,
-    broken_text,
-    error_event,
-    is_text,
-    wants_events,
-    writer,
-)
+from modelyard.serve import errors
+from modelyard.serve.api import events
 from modelyard.serve.control.registry import ModelVersion
 from modelyard.serve.dataplane import wire
 from modelyard.serve.dataplane.call import (
@@ -47,15 +31,6 @@ from modelyard.serve.dataplane.call import (
 )
 from modelyard.serve.dataplane.tracing import PARENT, Attributes, Trace
 from modelyard.serve.dataplane.wire import MOST_ROWS, Buffer, Payload
-from modelyard.serve.errors import (
-    BadRequest,
-    DeadlinePassed,
-    Forbidden,
-    ServeError,
-    StreamBroken,
-    Unavailable,
-    UnknownCoding,
-)
 from modelyard.serve.front.begin import (
     CallReply,
     Front,
@@ -72,7 +47,7 @@ METHODS = frozenset({"POST", "PUT"})
 """`curl -T` sends PUT."""
 JSON: Headers = [(b"content-type", b"application/json")]
 _SAID = {False: (b"content-type", b"application/json"),
-         True: (b"content-type", b"application/json", b"accept", EVENTS)}  # fmt: skip
+         True: (b"content-type", b"application/json", b"accept", events.EVENTS)}  # fmt: skip
 """What a handler finds among the headers of a request whose answer has a form, by `is_stream`."""
 
 
@@ -95,11 +70,11 @@ def target_of(path: str) -> Target | None:
     return None
 
 
-OF_V2: Mapping[str, tuple[int, Form | None]] = {
+OF_V2: Mapping[str, tuple[int, events.Form | None]] = {
     "infer": (wire.TENSORS, None),
-    "infer_stream": (wire.TENSORS | wire.STREAM, INFER_STREAM),
-    "generate": (0, GENERATE),
-    "generate_stream": (0, GENERATE_STREAM),
+    "infer_stream": (wire.TENSORS | wire.STREAM, events.INFER_STREAM),
+    "generate": (0, events.GENERATE),
+    "generate_stream": (0, events.GENERATE_STREAM),
 }
 """How requests of the Open Inference Protocol end, what a worker does, and the form of answers."""
 
@@ -196,7 +171,8 @@ class Calls:
             check_options(cycle.query)
         takes_codings = self._takes_codings or target.flags & wire.TENSORS  # which the worker reads
         if cycle.coding and not takes_codings and cycle.coding.lower() != b"identity":
-            raise UnknownCoding(cycle.coding)
+            shown = ascii(cycle.coding[:40].decode("latin-1"))
+            raise errors.UnknownCoding(f"Content-Encoding is {shown}; send the body without one")
 
     @property
     def sends_events(self) -> bool:
@@ -250,27 +226,23 @@ class DirectReply(CallReply):
         if reply.note is not None:
             self.asked.outcome = reply.note.outcome
             headers = [*headers, *reply.note.headers]
-        if form is None and isinstance(body, Stream) and self.calls.sends_events:
-            form = CHUNKS if wants_events(self.asked.headers) and is_text(headers) else None
-        if form is None or reply.status == 304 or reply.status >= 400 or are_events(headers):
-            self.calls.answers.send(self.asked, self.asked.id, reply.status, headers, body)
+        is_bare = form is None and isinstance(body, Stream) and self.calls.sends_events
+        if is_bare and events.wants_events(self.asked.headers) and events.is_text(headers):
+            form = events.CHUNKS
+        if form is None or reply.status == 304 or reply.status >= 400 or events.are_events(headers):
+            self.calls.answers.send(self.asked, reply.status, headers, body)
             return
-        write = writer(form, self.model.name, self.model.version, headers)
-        own = [pair for pair in headers if pair[0] not in OF_BODY]
+        write = events.writer(form, self.model.name, self.model.version, headers)
+        own = [pair for pair in headers if pair[0] not in events.OF_BODY]
         if form.is_stream and isinstance(body, Stream):
-            self.calls.answers.send(
-                self.asked,
-                self.asked.id,
-                reply.status,
-                [*own, *HEAD],
-                Events(body, write, error_event, PAUSE),
-            )
+            sent = Events(body, write, events.error_event, events.PAUSE)
+            self.calls.answers.send(self.asked, reply.status, [*own, *events.HEAD], sent)
         elif isinstance(body, Stream):
             self.asked.run(self._gather(reply.status, own, body, write))
         else:
-            if form is INFER_STREAM:
-                body = as_chunk(body, headers)
-            kind = HEAD if form.is_stream else JSON
+            if form is events.INFER_STREAM:
+                body = events.as_chunk(body, headers)
+            kind = events.HEAD if form.is_stream else JSON
             self._write(reply.status, [*own, *kind], body, write)
 
     def _write(
@@ -279,9 +251,9 @@ class DirectReply(CallReply):
         try:
             written = write(body)
         except ValueError as error:
-            self.refuse(BadRequest(str(error)))
+            self.refuse(errors.BadRequest(str(error)))
         else:
-            self.calls.answers.send(self.asked, self.asked.id, status, headers, written)
+            self.calls.answers.send(self.asked, status, headers, written)
 
     async def _gather(
         self, status: int, headers: Headers, stream: Stream, write: Callable[[Payload], bytes]
@@ -292,9 +264,9 @@ class DirectReply(CallReply):
             async for chunk in stream.read():
                 whole += chunk
                 if len(whole) > MOST_UNREAD_BYTES:
-                    raise StreamBroken(f"the answer has more than {MOST_UNREAD_BYTES} bytes")
-        except ServeError as error:
-            self.refuse(StreamBroken(broken_text(str(error))))
+                    raise errors.StreamBroken(f"the answer has more than {MOST_UNREAD_BYTES} bytes")
+        except errors.ServeError as error:
+            self.refuse(errors.StreamBroken(events.broken_text(str(error))))
         else:
             self._write(status, [*headers, *JSON], whole, write)
         finally:
@@ -302,12 +274,12 @@ class DirectReply(CallReply):
 
     def refuse(self, error: Exception) -> None:
         """Send an error."""
-        self.asked.is_refused = isinstance(error, Unavailable | DeadlinePassed)
+        self.asked.is_refused = isinstance(error, errors.Unavailable | errors.DeadlinePassed)
         answers = self.calls.answers
-        if isinstance(error, Unavailable):
-            answers.send_refusal(self.asked, self.asked.id, error)
+        if isinstance(error, errors.Unavailable):
+            answers.send_refusal(self.asked, error)
         else:
-            answers.send(self.asked, self.asked.id, *answers.error(error, self.asked.id))
+            answers.send(self.asked, *answers.error(error, self.asked.id))
 
 
 _ROWS = re.compile(rb'"shape"\s*:\s*\[\s*(\d{1,9})\s*[],]')
@@ -336,7 +308,7 @@ def put_tensors(
         if call.priority == HIGH:
             try:
                 check_high(headers)
-            except Forbidden as error:
+            except errors.Forbidden as error:
                 call.arrived(parts, monotonic())
                 call.sink.set_exception(error)
                 return

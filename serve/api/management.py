@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import psutil
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Header, Query
+from fastapi.responses import PlainTextResponse
 
-from modelyard.serve.api.description import ModelName, Version, error_responses
+from modelyard.serve.api.description import ModelName, Version, error_responses, of_model
 from modelyard.serve.control.register import Lifecycle
 from modelyard.serve.control.registry import ModelVersion, Registry
 from modelyard.serve.dataplane.call import CLASSES, EXPLAIN, PREDICT
+from modelyard.serve.dataplane.metrics import Metrics
 from modelyard.serve.dataplane.pool import ReplicaSlot
 from modelyard.serve.errors import BadRequest
 
@@ -20,9 +22,6 @@ PAGE = 100
 def management_routes(registry: Registry, lifecycle: Lifecycle) -> APIRouter:
     """Return the routes for operators."""
     router = APIRouter(tags=["management"], responses=error_responses(400, 401, 404))
-
-    def describe(model: ModelVersion) -> dict[str, Any]:
-        return describe_model(model, registry.is_default(model))
 
     @router.get("/models", summary="List models")
     async def list_models(
@@ -38,17 +37,18 @@ def management_routes(registry: Registry, lifecycle: Lifecycle) -> APIRouter:
         answer["models"] = [{"modelName": m.name, "modelUrl": m.file} for m in page]
         return answer
 
-    @router.get("/models/{model}", summary="Describe a model")
-    async def describe_default(model: ModelName) -> list[dict[str, Any]]:
-        """Describe the default version: settings, workers, queue."""
-        return [describe(registry.get(model))]
+    one, version_of_it = "/models/{model}", "/models/{model}/{version}"
 
-    @router.get("/models/{model}/{version}", summary="Describe a version")
-    async def describe_version(model: ModelName, version: Version) -> list[dict[str, Any]]:
-        """Describe one version, or `all`."""
-        if version == "all":
-            return [describe(each) for each in registry.versions(model)]
-        return [describe(registry.get(model, version))]
+    @of_model(
+        router,
+        "GET",
+        ("describe_default", one, "Describe a model"),
+        ("describe_version", version_of_it, "Describe a version"),
+    )
+    async def describe(model: ModelName, version: str | None) -> list[dict[str, Any]]:
+        """Describe a version, its settings, workers and queue; `all` describes every one."""
+        found = registry.versions(model) if version == "all" else [registry.get(model, version)]
+        return [describe_model(each, registry.is_default(each)) for each in found]
 
     @router.post("/models", summary="Register", responses=error_responses(409, 500, 507))
     async def register(
@@ -68,44 +68,30 @@ def management_routes(registry: Registry, lifecycle: Lifecycle) -> APIRouter:
             f'Model "{model.name}" Version: {model.version} registered with {count} initial workers'
         )
 
-    @router.put("/models/{model}", summary="Scale", responses=error_responses(500, 507))
+    @of_model(
+        router, "PUT", ("scale", one, "Scale"), ("scale_one", version_of_it, "Scale a version"),
+        responses=error_responses(500, 507),
+    )  # fmt: skip
     async def scale(
         model: ModelName,
+        version: str | None,
         min_worker: Annotated[int, Query(ge=0, le=1024)] = 1,
         max_worker: Annotated[int | None, Query(ge=0, le=1024)] = None,
     ) -> dict[str, str]:
-        """Have `min_worker` workers of the default version; answers when they are ready."""
-        return await scale_version(model, None, min_worker, max_worker)
-
-    @router.put("/models/{model}/{version}", summary="Scale a version")
-    async def scale_one(
-        model: ModelName,
-        version: Version,
-        min_worker: Annotated[int, Query(ge=0, le=1024)] = 1,
-        max_worker: Annotated[int | None, Query(ge=0, le=1024)] = None,
-    ) -> dict[str, str]:
-        """Have `min_worker` workers of one version; answers when they are ready."""
-        return await scale_version(model, version, min_worker, max_worker)
-
-    async def scale_version(
-        name: str, version: str | None, least: int, most: int | None
-    ) -> dict[str, str]:
-        if most is not None and most < least:
+        """Have `min_worker` workers of a version; answers when they are ready."""
+        if max_worker is not None and max_worker < min_worker:
             raise BadRequest("max_worker cannot be less than min_worker.")
-        model = registry.get(name, version)
-        await lifecycle.scale(model, least)
+        await lifecycle.scale(registry.get(model, version), min_worker)
         suffix = f", version: {version}" if version else ""
-        return _status(f"Workers scaled to {least} for model: {name}{suffix}")
+        return _status(f"Workers scaled to {min_worker} for model: {model}{suffix}")
 
-    @router.delete("/models/{model}", summary="Unregister", responses=error_responses(403))
-    async def unregister(model: ModelName) -> dict[str, str]:
-        """Remove the default version, when it is the only one."""
-        await lifecycle.unregister(registry.get(model))
-        return _status(f'Model "{model}" unregistered')
-
-    @router.delete("/models/{model}/{version}", summary="Unregister a version")
-    async def unregister_version(model: ModelName, version: Version) -> dict[str, str]:
-        """Remove one version."""
+    @of_model(
+        router, "DELETE", ("unregister", one, "Unregister"),
+        ("unregister_version", version_of_it, "Unregister a version"),
+        responses=error_responses(403),
+    )  # fmt: skip
+    async def unregister(model: ModelName, version: str | None) -> dict[str, str]:
+        """Remove a version: the default one only where there is no other."""
         await lifecycle.unregister(registry.get(model, version))
         return _status(f'Model "{model}" unregistered')
 
@@ -118,13 +104,43 @@ def management_routes(registry: Registry, lifecycle: Lifecycle) -> APIRouter:
     return router
 
 
+# -- metrics -------------------------------------------------------------------------------------
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+OPEN_METRICS = "application/openmetrics-text"
+OPEN_CONTENT_TYPE = f"{OPEN_METRICS}; version=1.0.0; charset=utf-8"
+
+
+def metrics_routes(metrics: Metrics) -> APIRouter:
+    """Return the route that a Prometheus server scrapes."""
+    router = APIRouter(tags=["metrics"])
+
+    @router.get("/metrics", summary="Metrics", response_class=PlainTextResponse)
+    async def read_metrics(
+        names: Annotated[list[str], Query(alias="name[]", description="Only these metrics.")] = [],  # noqa: B006 - FastAPI never changes it
+        accept: Annotated[str, Header(include_in_schema=False)] = "",
+    ) -> PlainTextResponse:
+        """Requests, errors, latency, queue time, batch size, workers, and what handlers measure.
+
+        OpenMetrics, with trace ids as exemplars, where the header `Accept` names its media type.
+        """
+        is_open = OPEN_METRICS in accept.lower()
+        content_type = OPEN_CONTENT_TYPE if is_open else CONTENT_TYPE
+        return PlainTextResponse(metrics.text(names, is_open), media_type=content_type)
+
+    return router
+
+
+# -- descriptions --------------------------------------------------------------------------------
+
+
 def _status(text: str) -> dict[str, str]:
     return {"status": text}
 
 
 def describe_model(model: ModelVersion, is_default: bool) -> dict[str, Any]:
     """Return a model version as the management API describes it (TorchServe's fields, and ours)."""
-    kept = model.kept
+    answers = model.answers
     return {
         **describe_settings(model, model.file),
         "clientTimeoutInMills": int(model.config.request_timeout_s * 1000),
@@ -144,7 +160,7 @@ def describe_model(model: ModelVersion, is_default: bool) -> dict[str, Any]:
                 for name, rows in zip(CLASSES, model.batchers[PREDICT].queued_by_class, strict=True)
             },
         },
-        **({} if kept is None else {"cacheStatus": kept.describe()}),
+        **({} if answers is None else {"cacheStatus": answers.describe()}),
     }
 
 

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
 from modelyard.archiver.untrusted.json import parse_json
-from modelyard.serve.api.description import ModelName, Version, error_responses
+from modelyard.serve.api.description import ModelName, error_responses, of_model
 from modelyard.serve.control.registry import Registry
 from modelyard.serve.control.repository import Repository
 from modelyard.serve.errors import BadRequest, MethodNotAllowed
@@ -29,13 +29,12 @@ from modelyard.serve.front.models import (
 
 OPEN_PATHS = ("/ping", "/health/live", "/health/ready", "/v2/health/live", "/v2/health/ready")
 """Probes carry no token."""
+NOT_READY: dict[int | str, dict[str, Any]] = {503: {"description": "Not ready."}}
 
 
 def oip_routes(registry: Registry, state: ServerState, repository: Repository) -> APIRouter:
     """Return the routes that describe; those that infer are the inference API's."""
     router = APIRouter(prefix="/v2", tags=["open inference protocol"])
-    of_model = error_responses(404)
-    ready_or_not: dict[int | str, dict[str, Any]] = {503: {"description": "Not ready."}}
 
     @router.get("", summary="Server")
     async def server() -> dict[str, Any]:
@@ -51,7 +50,7 @@ def oip_routes(registry: Registry, state: ServerState, repository: Repository) -
         """The process responds."""
         return {"live": True}
 
-    @router.get("/health/ready", summary="Ready", responses=ready_or_not)
+    @router.get("/health/ready", summary="Ready", responses=NOT_READY)
     async def ready() -> JSONResponse:
         """Predictions can be answered now."""
         reason = why_not_ready(registry, state)
@@ -84,32 +83,24 @@ def oip_routes(registry: Registry, state: ServerState, repository: Repository) -
         await repository.unload(model)
         return {"name": model, "unload": True}
 
-    @router.get("/models/{model}", summary="A model's inputs and outputs", responses=of_model)
-    async def describe(model: ModelName) -> dict[str, Any]:
-        """Describe the default version."""
-        return describe_signature(registry, find_model(registry, state, model))
+    one, version_of_it = "/models/{model}", "/models/{model}/versions/{version}"
 
-    @router.get(
-        "/models/{model}/versions/{version}",
-        summary="A version's inputs and outputs",
-        responses=of_model,
-    )
-    async def describe_version(model: ModelName, version: Version) -> dict[str, Any]:
-        """Describe one version."""
+    @of_model(
+        router, "GET", ("describe", one, "A model's inputs and outputs"),
+        ("describe_version", version_of_it, "A version's inputs and outputs"),
+        responses=error_responses(404),
+    )  # fmt: skip
+    async def describe(model: ModelName, version: str | None) -> dict[str, Any]:
+        """Describe a version."""
         return describe_signature(registry, find_model(registry, state, model, version))
 
-    of_model = {**of_model, **ready_or_not}
-
-    @router.get("/models/{model}/ready", summary="A model is ready", responses=of_model)
-    async def model_ready(model: ModelName) -> JSONResponse:
-        """Return whether a worker of the default version is ready."""
-        return JSONResponse(*readiness(find_model(registry, state, model), state))
-
-    @router.get(
-        "/models/{model}/versions/{version}/ready", summary="A version is ready", responses=of_model
-    )
-    async def version_ready(model: ModelName, version: Version) -> JSONResponse:
-        """Return whether a worker of this version is ready."""
+    @of_model(
+        router, "GET", ("model_ready", f"{one}/ready", "A model is ready"),
+        ("version_ready", f"{version_of_it}/ready", "A version is ready"),
+        responses={**error_responses(404), **NOT_READY},
+    )  # fmt: skip
+    async def model_ready(model: ModelName, version: str | None) -> JSONResponse:
+        """Return whether a worker of a version is ready."""
         return JSONResponse(*readiness(find_model(registry, state, model, version), state))
 
     return router
@@ -118,7 +109,6 @@ def oip_routes(registry: Registry, state: ServerState, repository: Repository) -
 def kserve_routes(registry: Registry, state: ServerState) -> APIRouter:
     """Return the routes of KServe's first protocol that describe; those that infer are calls."""
     router = APIRouter(tags=["KServe v1"])
-    of_model = {**error_responses(404), 503: {"description": "Not ready."}}
 
     @router.get("/", summary="Alive")
     async def alive() -> dict[str, str]:
@@ -130,7 +120,11 @@ def kserve_routes(registry: Registry, state: ServerState) -> APIRouter:
         """The names of all models."""
         return {"models": list(dict.fromkeys(model.name for model in registry))}
 
-    @router.get("/v1/models/{model}", summary="A model is ready", responses=of_model)
+    @router.get(
+        "/v1/models/{model}",
+        summary="A model is ready",
+        responses={**error_responses(404), **NOT_READY},
+    )
     async def model_ready(model: ModelName) -> JSONResponse:
         """Return whether a worker of the default version is ready."""
         if ":" in model:

@@ -49,7 +49,7 @@ class Routes:
             openapi_url=None,  # `docs.py` describes all three APIs in one document
         )
         for kind in (ServeError, ArchiveError, Exception):
-            self.fastapi.add_exception_handler(kind, self._answer_error)
+            self.fastapi.add_exception_handler(kind, self._respond)
         self.fastapi.add_exception_handler(RequestValidationError, self._answer_validation)  # type: ignore[arg-type]
         self.fastapi.add_exception_handler(HTTPException, self._answer_http)  # type: ignore[arg-type]
         self.routes = [
@@ -104,19 +104,16 @@ class Routes:
 
         await self.fastapi(scope, receive, send)
 
-    def _respond(self, request: Request, error: Exception) -> Response:
+    async def _respond(self, request: Request, error: Exception) -> Response:
         status, headers, body = self._answers.error(error, request.state.request_id)
         return Response(body, status, {k.decode(): v.decode() for k, v in headers})
-
-    async def _answer_error(self, request: Request, error: Exception) -> Response:
-        return self._respond(request, error)
 
     async def _answer_validation(self, request: Request, error: RequestValidationError) -> Response:
         problems = "; ".join(
             f"{'.'.join(str(part) for part in each['loc'][1:])}: {what_is_wrong(each)}"
             for each in error.errors()
         )
-        return self._respond(request, BadRequest(problems))
+        return await self._respond(request, BadRequest(problems))
 
     def _what_there_is(self, request: Request) -> str:
         """Return which path is near one that is not there, or which API has it."""
@@ -129,12 +126,12 @@ class Routes:
 
     async def _answer_http(self, request: Request, error: HTTPException) -> Response:
         if error.status_code == 404:
-            return self._respond(request, NoSuchRoute(self._what_there_is(request)))
+            return await self._respond(request, NoSuchRoute(self._what_there_is(request)))
         if error.status_code == 405:
             allowed = Headers(error.headers).get("allow", "")
             path = request.url.path[:_SHOWN]
             said = f"{request.method} is not taken by {path}; expected {allowed}"
-            answer = self._respond(request, MethodNotAllowed(said))
+            answer = await self._respond(request, MethodNotAllowed(said))
             answer.headers["allow"] = f"{allowed}, HEAD" if "GET" in allowed else allowed
             return answer
         content = {

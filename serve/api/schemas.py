@@ -22,49 +22,46 @@ from modelyard.archiver.signature import (
     TensorSpec,
     parse_signature,
 )
-from modelyard.serve.api.description import (
-    DOCUMENT,
-    EVERYWHERE,
-    PARAMETERS,
-    SCHEMAS,
-    TIMEOUT_PARAMETER,
-    ModelName,
-    Schema,
-    Version,
-    error_responses,
-)
+from modelyard.serve.api import description
 from modelyard.serve.control.registry import ModelVersion, Registry
 
-NUMBER: Schema = {"type": "number"}
-INTEGER: Schema = {"type": "integer"}
-TEXT: Schema = {"type": "string"}
-ANYTHING: Schema = {}
-HANDLERS: Mapping[str, tuple[Mapping[str, Schema], Schema]] = {
-    name: (form["takes"], form["answers"]) for name, form in DOCUMENT["handlers"].items()
+NUMBER: description.Schema = {"type": "number"}
+INTEGER: description.Schema = {"type": "integer"}
+TEXT: description.Schema = {"type": "string"}
+ANYTHING: description.Schema = {}
+HANDLERS: Mapping[str, tuple[Mapping[str, description.Schema], description.Schema]] = {
+    name: (form["takes"], form["answers"])
+    for name, form in description.DOCUMENT["handlers"].items()
 }
 """A built-in handler → what it takes by media type, and what it answers."""
-OF_ANY_HANDLER = DOCUMENT["any_handler"]["takes"], DOCUMENT["any_handler"]["answers"]
+OF_ANY_HANDLER = (
+    description.DOCUMENT["any_handler"]["takes"],
+    description.DOCUMENT["any_handler"]["answers"],
+)
 
 
-def listed(items: Schema) -> Schema:
+def listed(items: description.Schema) -> description.Schema:
     """Return the schema of a list."""
     return {"type": "array", "items": items}
 
 
-def fields(required: Mapping[str, Schema], optional: Mapping[str, Schema] | None = None) -> Schema:
+def fields(
+    required: Mapping[str, description.Schema],
+    optional: Mapping[str, description.Schema] | None = None,
+) -> description.Schema:
     """Return the schema of an object."""
     properties = {**required, **(optional or {})}
     return {"type": "object", "required": list(required), "properties": properties}
 
 
-def by_name(values: Schema) -> Schema:
+def by_name(values: description.Schema) -> description.Schema:
     """Return the schema of an object whose names are a model's own."""
     return {"type": "object", "additionalProperties": values}
 
 
 def body_and_answer(
     handler: str, signature: Signature | None
-) -> tuple[Mapping[str, Schema], Schema]:
+) -> tuple[Mapping[str, description.Schema], description.Schema]:
     """Return what a prediction takes, by media type, and what it answers.
 
     Args:
@@ -76,7 +73,7 @@ def body_and_answer(
     return HANDLERS.get(handler, OF_ANY_HANDLER)
 
 
-def _rows(specs: Iterable[TensorSpec]) -> Schema:
+def _rows(specs: Iterable[TensorSpec]) -> description.Schema:
     """Return the schema of one row: of one tensor its numbers, of several an object by name."""
     rows = {spec.name: _nested(spec.shape[1:], _value(spec.dtype)) for spec in specs}
     if not rows:
@@ -84,28 +81,28 @@ def _rows(specs: Iterable[TensorSpec]) -> Schema:
     return fields(rows) if len(rows) > 1 else next(iter(rows.values()))
 
 
-def _nested(shape: tuple[Size, ...], value: Schema) -> Schema:
+def _nested(shape: tuple[Size, ...], value: description.Schema) -> description.Schema:
     schema = value
     for size in reversed(shape):
         schema = {**listed(schema), **_limits(size)}
     return schema
 
 
-def _limits(size: Size) -> Schema:
+def _limits(size: Size) -> description.Schema:
     if isinstance(size, Dim):
         return {} if str(size) == size.name else {"minItems": size.min, "maxItems": size.max}
     return {"minItems": size, "maxItems": size}
 
 
-def _value(dtype: str) -> Schema:
+def _value(dtype: str) -> description.Schema:
     if dtype == "bool":
         return {"type": "boolean"}
     return INTEGER if "int" in dtype else NUMBER
 
 
-def tensor_schemas(signature: Signature) -> dict[str, Schema]:
+def tensor_schemas(signature: Signature) -> dict[str, description.Schema]:
     """Return components for requests and answers of the Open Inference Protocol."""
-    components: dict[str, Schema] = {}
+    components: dict[str, description.Schema] = {}
     sides = (("Input", signature.inputs), ("Output", signature.outputs))
     named: dict[str, list[str]] = {}
     for side, specs in sides:
@@ -125,7 +122,7 @@ def tensor_schemas(signature: Signature) -> dict[str, Schema]:
     return components
 
 
-def _tensor(spec: TensorSpec, side: str) -> Schema:
+def _tensor(spec: TensorSpec, side: str) -> description.Schema:
     """Return the schema of one tensor; that of an output may come as bytes, without `data`."""
     ranks = {"minItems": len(spec.shape), "maxItems": len(spec.shape)}
     sizes = ", ".join(map(str, spec.shape))
@@ -141,9 +138,9 @@ def _tensor(spec: TensorSpec, side: str) -> Schema:
     return fields(stated, {**data, **parameters})
 
 
-def _one_of(names: list[str]) -> Schema:
+def _one_of(names: list[str]) -> description.Schema:
     """Return the schema of a list of these tensors, each of them once."""
-    each: list[Schema] = [{"$ref": f"#/components/schemas/{name}"} for name in names]
+    each: list[description.Schema] = [{"$ref": f"#/components/schemas/{name}"} for name in names]
     if not each:
         return listed(by_name(ANYTHING))
     return listed(each[0] if len(each) == 1 else {"anyOf": each})
@@ -156,22 +153,20 @@ def _title(name: str) -> str:
 
 # -- the document of one model --------------------------------------------------------------------
 
-ERRORS = (400, 401, 404, 413, 415, 500, 503, 504, 507, *EVERYWHERE)
+ERRORS = (400, 401, 404, 413, 415, 500, 503, 504, 507, *description.EVERYWHERE)
 
 
 def model_docs_routes(registry: Registry) -> APIRouter:
     """Return the routes that describe a model."""
-    router = APIRouter(tags=["documentation"], responses=error_responses(404))
+    router = APIRouter(tags=["documentation"], responses=description.error_responses(404))
 
-    @router.get("/openapi/{model}.json", summary="A model's OpenAPI document")
-    async def of_default(model: ModelName) -> JSONResponse:
-        """Describe the default version's own bodies and answers."""
-        return JSONResponse(describe_model(registry.get(model), is_versioned=False))
-
-    @router.get("/openapi/{model}/{version}.json", summary="A version's OpenAPI document")
-    async def of_version(model: ModelName, version: Version) -> JSONResponse:
-        """Describe one version's own bodies and answers."""
-        return JSONResponse(describe_model(registry.get(model, version), is_versioned=True))
+    @description.of_model(
+        router, "GET", ("of_default", "/openapi/{model}.json", "A model's OpenAPI document"),
+        ("of_version", "/openapi/{model}/{version}.json", "A version's OpenAPI document"),
+    )  # fmt: skip
+    async def document(model: description.ModelName, version: str | None) -> JSONResponse:
+        """Describe a version's own bodies and answers."""
+        return JSONResponse(describe_model(registry.get(model, version), version is not None))
 
     return router
 
@@ -185,16 +180,24 @@ def describe_model(model: ModelVersion, is_versioned: bool) -> dict[str, Any]:
     bodies, answer = body_and_answer(handler, signature)
     name, number = quote(model.name, safe=""), quote(model.version, safe="")
     own, versions = (f"{name}/{number}", f"/versions/{number}") if is_versioned else (name, "")
-    schemas = {"Error": SCHEMAS["Error"], "Prediction": answer}
+    schemas = {"Error": description.SCHEMAS["Error"], "Prediction": answer}
     paths = {
         f"/predictions/{own}": _post(
-            "predict", "Predict", bodies, _ref("Prediction"), [TIMEOUT_PARAMETER]
+            "predict", "Predict", bodies, _ref("Prediction"), [description.TIMEOUT_PARAMETER]
         )
     }
     if model.takes_our_options:
-        schemas |= {name: each for name, each in SCHEMAS.items() if name.startswith("Explanation")}
+        schemas |= {
+            name: each
+            for name, each in description.SCHEMAS.items()
+            if name.startswith("Explanation")
+        }
         paths[f"/explanations/{own}"] = _post(
-            "explain", "Explain", bodies, DOCUMENT["answers"]["explain"], PARAMETERS["explain"]
+            "explain",
+            "Explain",
+            bodies,
+            description.DOCUMENT["answers"]["explain"],
+            description.PARAMETERS["explain"],
         )
     if signature is not None and model.takes_our_options:
         tensors = tensor_schemas(signature)
@@ -202,8 +205,10 @@ def describe_model(model: ModelVersion, is_versioned: bool) -> dict[str, Any]:
         body = {"application/json": _ref("InferRequest")}
         path = f"/v2/models/{name}{versions}"
         said = _ref("InferResponse")
-        paths[f"{path}/infer"] = _post("infer", "Infer", body, said, [TIMEOUT_PARAMETER])
-        schemas["Metadata"] = DOCUMENT["metadata"]
+        paths[f"{path}/infer"] = _post(
+            "infer", "Infer", body, said, [description.TIMEOUT_PARAMETER]
+        )
+        schemas["Metadata"] = description.DOCUMENT["metadata"]
         paths[path] = {"get": _operation("metadata", "Inputs and outputs", _ref("Metadata"))}
     return {
         "openapi": "3.1.0",
@@ -222,19 +227,19 @@ def describe_model(model: ModelVersion, is_versioned: bool) -> dict[str, Any]:
     }
 
 
-def _ref(name: str) -> Schema:
+def _ref(name: str) -> description.Schema:
     return {"$ref": f"#/components/schemas/{name}"}
 
 
-def _operation(id: str, summary: str, answer: Schema) -> dict[str, Any]:
+def _operation(id: str, summary: str, answer: description.Schema) -> dict[str, Any]:
     """Return an operation whose errors are ours."""
-    found = {str(code): each for code, each in error_responses(*ERRORS).items()}
+    found = {str(code): each for code, each in description.error_responses(*ERRORS).items()}
     said = {"description": "Answered.", "content": {"application/json": {"schema": answer}}}
     return {"operationId": id, "summary": summary, "responses": {"200": said, **found}}
 
 
 def _post(
-    id: str, summary: str, bodies: Any, answer: Schema, parameters: list[dict[str, Any]]
+    id: str, summary: str, bodies: Any, answer: description.Schema, parameters: list[dict[str, Any]]
 ) -> dict[str, Any]:
     content = {kind: {"schema": schema} for kind, schema in bodies.items()}
     return {

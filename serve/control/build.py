@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from modelyard.archiver import Archive
 from modelyard.archiver.errors import NotProven
@@ -32,9 +31,9 @@ from modelyard.serve.dataplane.batcher import Batcher
 from modelyard.serve.dataplane.budget import AnswerBudget
 from modelyard.serve.dataplane.cache import AnswerStore, VersionAnswers
 from modelyard.serve.dataplane.call import EXPLAIN, PREDICT
-from modelyard.serve.dataplane.fork_server import ForkServer, Preload
 from modelyard.serve.dataplane.metrics import Metrics, VersionMetrics
 from modelyard.serve.dataplane.pool import Pool
+from modelyard.serve.dataplane.process import ForkServer, Preload
 from modelyard.serve.dataplane.worker import WorkerPlan
 from modelyard.serve.errors import BadModelConfig, BadRequest, StartError
 from modelyard.serve.policy import Policy
@@ -144,9 +143,8 @@ class Builder:
             python = await asyncio.to_thread(self._policy.interpreter, archive, folder, name)
             handler = spec.options.handler or archive.manifest.handler
             preload = await asyncio.to_thread(choose_preload, archive, handler)
-            yield self._connect(
-                archive, name, spec, config, is_fetched, folder, python, preload, metrics
-            )
+            plan = self._plan(archive, name, spec, config, folder, python, preload)
+            yield self._connect(archive, name, spec, config, folder, plan, is_fetched, metrics)
         except BaseException:
             await asyncio.to_thread(self.sandbox.forget, folder)
             raise
@@ -157,24 +155,18 @@ class Builder:
         name: str,
         spec: ModelSpec,
         config: ModelConfig,
-        is_fetched: bool,
         folder: Path,
-        interpreter: str,
-        preload: Preload | None,
+        plan: WorkerPlan,
+        is_fetched: bool,
         before: VersionMetrics | None,
     ) -> ModelVersion:
-        manifest, file = archive.manifest, archive.path.name
-        has_manifest = MANIFEST_NAME in archive.names
-        raw_manifest = json.loads(archive.read(MANIFEST_NAME)) if has_manifest else None
-        plan = self._plan(archive, name, spec, config, folder, interpreter, raw_manifest)
-        if interpreter == sys.executable and not is_on_gpu(this_machine(), config.device):
-            plan = replace(plan, fork_server=self.fork_server, preload=preload)
+        manifest, file, handler = archive.manifest, archive.path.name, plan.load["handler"]
         predicting = plan
         if config.explain_workers:
             predicting = replace(
                 plan,
                 load={**plan.load, "only_predicts": True},
-                preload=plan.preload and without_twin(plan.preload, archive, plan.load["handler"]),
+                preload=plan.preload and without_twin(plan.preload, archive, handler),
             )
         metrics = before or VersionMetrics(self._metrics, name, manifest.model_version)
         pool = Pool(predicting, metrics, self._policy.workers, self._budget)
@@ -187,26 +179,22 @@ class Builder:
                 explainers if explainers and kind == EXPLAIN else pool,
                 kind,
                 metrics.kinds[kind],
-                batch_size=config.batch_size,
-                delay_s=config.batch_delay_ms / 1000,
-                queue_size=config.queue_size,
-                gathers_bursts=config.gathers_bursts,
-                needs_ticket=config.needs_ticket,
+                config,
                 call_bytes=config.call_bytes,
                 shares=self._policy.settings.priority_shares,
             )
             for kind in (PREDICT, EXPLAIN)
         )
-        is_ours = manifest.modelyard is not None and plan.load["handler"] in OUR_HANDLERS
-        kept = None
+        is_ours = manifest.modelyard is not None and handler in OUR_HANDLERS
+        answers = None
         if config.keeps_answers:
-            if plan.load["handler"] == STEPS:
+            if handler == STEPS:
                 raise BadModelConfig(
                     f"model_settings: cacheAnswers: the handler {STEPS} of {file} draws what it "
                     "answers; expected a model that answers the same request with the same"
                 )
             ignored = [name.encode() for name in config.ignored_headers]
-            kept = VersionAnswers(self._answers, is_ours, ignored)
+            answers = VersionAnswers(self._answers, is_ours, ignored)
         if explainers is None:
             pool.feed((predictions, explanations))
         else:
@@ -218,7 +206,7 @@ class Builder:
             file=file,
             url=spec.location if is_fetched else file,
             digest=archive.digest,
-            manifest=raw_manifest,
+            manifest=plan.load["manifest"],
             runtime=spec.options.runtime or manifest.runtime,
             options=spec.options,
             config=config,
@@ -228,7 +216,7 @@ class Builder:
             batchers=(predictions, explanations),
             metrics=metrics,
             takes_our_options=is_ours,
-            kept=kept,
+            answers=answers,
             at_start=spec.at_start,
             is_saved=spec.is_saved,
             is_downloaded=is_fetched,
@@ -262,7 +250,7 @@ class Builder:
         config: ModelConfig,
         folder: Path,
         interpreter: str,
-        raw_manifest: Any,
+        preload: Preload | None,
     ) -> WorkerPlan:
         """Return what the workers are started with."""
         manifest, policy = archive.manifest, self._policy
@@ -272,19 +260,21 @@ class Builder:
         version, seal = manifest.model_version, manifest.modelyard
         log_dir = policy.state.log_file.parent / f"{file_stem(name)}-{version}"
         log_dir.mkdir(mode=0o700, exist_ok=True)
-        has_quota = this_machine().has_quota
+        machine, is_own = this_machine(), interpreter == sys.executable
+        is_forked = is_own and not is_on_gpu(machine, config.device)
+        has_manifest = MANIFEST_NAME in archive.names
         environment = policy.environment(config.threads)
         walls = self.sandbox.plan(folder, config.network, config.files, may_write=seal is None)
         if walls is not None and not walls.has_files:
             environment |= own_variables(folder)
-            if interpreter != sys.executable:
+            if not is_own:
                 walls = replace(walls, reads=(*walls.reads, str(Path(interpreter).parents[1])))
         return WorkerPlan(
             label=f"{name} {version}",
             load={
                 "name": name,
                 "folder": str(folder),
-                "manifest": raw_manifest,
+                "manifest": json.loads(archive.read(MANIFEST_NAME)) if has_manifest else None,
                 "handler": handler,
                 "config_file": manifest.config_file,
                 "device": config.device,
@@ -292,24 +282,21 @@ class Builder:
                 "batch_size": config.batch_size,
                 "by_length": config.by_length,
                 "artifact": config.artifact,
-                "poll_us": 0 if has_quota else policy.settings.worker_poll_us,
+                "poll_us": 0 if machine.has_quota else policy.settings.worker_poll_us,
                 "nvtx": policy.settings.nvtx,
                 "max_response_bytes": policy.max_answer_bytes,
                 "golden": [asdict(golden) for golden in seal.golden] if seal else [],
                 "walls": asdict(walls) if walls else None,
-                "interpreter": interpreter if interpreter != sys.executable else None,
+                "interpreter": None if is_own else interpreter,
                 **policy.worker_keys,
             },
             log_dir=log_dir,
-            threads=config.threads,
-            batch_size=config.batch_size,
-            startup_timeout_s=config.startup_timeout_s,
-            response_timeout_s=config.response_timeout_s,
-            retry=config.retry,
+            run=config,
             max_answer_bytes=policy.max_answer_bytes,
             environment=environment,
-            retry_window_s=config.retry_s,
             niceness=spec.niceness,
+            fork_server=self.fork_server if is_forked else None,
+            preload=preload if is_forked else None,
         )
 
 
@@ -317,8 +304,8 @@ def expose(model: ModelVersion) -> None:
     """Have a version's workers and its requests counted at each scrape."""
     pool = model.pool
     model.metrics.watch_workers(lambda: pool.ready_count, lambda: pool.busy_s)
-    if model.kept is not None:
-        model.metrics.watch_cache(model.kept)
+    if model.answers is not None:
+        model.metrics.watch_cache(model.answers)
     predictions, explanations = model.batchers
     _watch(model.metrics, predictions, pool, PREDICT)
     _watch(model.metrics, explanations, model.explainers or pool, EXPLAIN)

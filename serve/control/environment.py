@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import importlib.metadata
 import logging
 import shutil
 import subprocess
 import sys
 import sysconfig
 import venv
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 from modelyard.archiver import Archive
+from modelyard.archiver.proven import installed_version
 from modelyard.archiver.requirements import parse_pin
 from modelyard.archiver.source_checks import our_modules
 from modelyard.archiver.untrusted.names import LOCK_NAME, WHEELS_FOLDER
@@ -55,7 +54,8 @@ def interpreter_for(archive: Archive, folder: Path, environments: Path, is_allow
         if not file or not is_allowed:
             return sys.executable
         return _environment(name, environments, archive.read(file), ["-r", str(folder / file)])
-    missing = [pin for pin in map(parse_pin, seal.requirements) if not _is_there(*pin.release)]
+    pins_of = map(parse_pin, seal.requirements)
+    missing = [pin for pin in pins_of if installed_version(pin.name) != pin.version]
     if not missing:
         return sys.executable
     if not is_allowed:
@@ -71,13 +71,6 @@ def interpreter_for(archive: Archive, folder: Path, environments: Path, is_allow
     return _environment(name, environments, archive.read(LOCK_NAME), arguments)
 
 
-def _is_there(name: str, version: str) -> bool:
-    try:
-        return importlib.metadata.version(name) == version
-    except importlib.metadata.PackageNotFoundError:
-        return False
-
-
 def _environment(
     name: str, environments: Path, requirements: bytes, arguments: Sequence[str]
 ) -> str:
@@ -86,7 +79,8 @@ def _environment(
     folder = environments / key[:32]
     python, complete = folder / "bin" / "python", folder / "complete"
     environments.mkdir(mode=0o700, exist_ok=True)
-    with _locked(environments / f"{folder.name}.lock"):
+    with (environments / f"{folder.name}.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one process at a time builds it; a dead one's is free
         if not complete.exists():
             count = sum(bool(line.strip()) for line in requirements.splitlines())
             logger.info("%s: installing %d requirements into %s", name, count, folder)
@@ -99,14 +93,6 @@ def _environment(
             complete.touch()
             logger.info("%s: its environment is ready", name)
     return str(python)
-
-
-@contextmanager
-def _locked(file: Path) -> Iterator[None]:
-    """Let one process at a time build what the lock is named for; a dead one's lock is free."""
-    with file.open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def _build(name: str, folder: Path, python: Path, arguments: Sequence[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -15,12 +15,14 @@ from modelyard.archiver.untrusted.names import REFERENCE_NAME
 from modelyard.base.nearest import did_you_mean
 from modelyard.serve.control.sizing import count_gpus
 from modelyard.serve.dataplane.lengths import CALL_BYTES
+from modelyard.serve.dataplane.worker import RunConfig
 from modelyard.serve.errors import BadModelConfig
 from modelyard.serve.settings import Settings
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+N = TypeVar("N", int, float)
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
 DEFAULT_BATCH_SIZE = 8
@@ -66,30 +68,18 @@ class ModelSpec:
     """Niceness of its workers."""
 
 
-@dataclass(frozen=True)
-class ModelConfig:
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(RunConfig):
     """How one model version is run. Keys of the YAML file in brackets."""
 
     workers: int
     """Workers to start; 0 leaves the choice to the server [minWorkers]."""
     most_workers: int
     """Workers that scaling leaves alone [maxWorkers]; 0 as `workers`."""
-    batch_size: int
-    """Largest batch, never above what the export's report proved [batchSize]."""
-    batch_delay_ms: int
-    """Longest time that a batch waits for more requests; 0 waits for none [maxBatchDelay]."""
-    queue_size: int
-    """Requests that may wait [jobQueueSize]."""
     request_timeout_s: float
     """Time from arrival to answer [clientTimeoutInMills]."""
-    response_timeout_s: float
-    """Time for one batch in a worker [responseTimeout, seconds]."""
-    startup_timeout_s: float
-    """Time to load [startupTimeout, seconds]."""
     device: str
     """auto, cpu, cuda or cuda:N [deviceType: cpu | gpu]."""
-    retry: bool
-    """Whether a request that a worker died with is tried once more, alone [retry]."""
     explain_workers: int = 0
     """Workers that only explain; 0 leaves explanations to the workers of predictions
     [explainWorkers]."""
@@ -101,18 +91,11 @@ class ModelConfig:
     """Worker i takes the i-th of these, in turn [deviceIds]."""
     by_length: bool = False
     """Whether a batch is made of requests of like length [batchBy: arrival | length]."""
-    gathers_bursts: bool = False
-    """Whether only the first requests after a pause wait for others, as `Batcher` says; else every
-    batch does [batchDelay: busy | always]."""
     refuses_late: bool = True
     """Whether a request is refused whose answer is not to be expected in its time; else it waits
     until the end, unless its client says how long."""
-    needs_ticket: bool = False
-    """Whether a request is taken only while a worker is idle [useJobTicket]."""
     has_venv: bool = False
     """Whether the archive requests an environment of its own [useVenv]."""
-    retry_s: float = math.inf
-    """How long a worker that cannot be started any more is tried again [maxRetryTimeoutInSec]."""
     parallel_type: str = ""
     """Shown only [parallelType]."""
     parallel_level: int = 0
@@ -130,8 +113,6 @@ class ModelConfig:
     artifact: str = ""
     """What predicts in place of the artifact that the manifest names, as the settings say it of
     this model; what the archive says its workers read [artifact]."""
-    threads: int = 0
-    """Threads of each worker; 0 leaves the choice to the server [workerThreads]."""
     capacity_rps: float = 0.0
     """Answers per second that `tune` measured for this configuration; 0 where nobody did
     [tunedRate]."""
@@ -177,8 +158,8 @@ def load_model_config(
         batch_delay_ms=values.integer("maxBatchDelay", 0, least=0),
         queue_size=values.integer("jobQueueSize", settings.queue_size, least=1),
         request_timeout_s=timeout_ms / 1000 if timeout_ms else settings.request_timeout_s,
-        response_timeout_s=values.seconds("responseTimeout", settings.response_timeout_s),
-        startup_timeout_s=values.seconds("startupTimeout", settings.startup_timeout_s),
+        response_timeout_s=values.integer("responseTimeout", settings.response_timeout_s, least=1),
+        startup_timeout_s=values.integer("startupTimeout", settings.startup_timeout_s, least=1),
         device=values.choice("deviceType", {"cpu": "cpu", "gpu": "cuda"}, settings.device),
         retry=values.boolean("retry", True),
         origins=values.origins,
@@ -206,7 +187,7 @@ def extensions(
     # An archive without our seal may keep state that predictions and explanations share.
     explain_workers = values.integer("explainWorkers", int(is_sealed), least=0)
     can_explain = bool(explain_workers) and REFERENCE_NAME in archive.names
-    share = values.share("explainShare", settings.explain_share if can_explain else 0.0)
+    share = values.number("explainShare", settings.explain_share if can_explain else 0.0, 1)
     if share and not can_explain:
         lacks = "a reference: archive it again with --reference FILE"
         raise BadModelConfig(
@@ -219,11 +200,17 @@ def extensions(
         "explain_share": share,
         "by_length": values.choice("batchBy", {"arrival": False, "length": True}, fills_rows),
         "threads": values.integer("workerThreads", 0, least=0),
-        "artifact": values.operators_file("artifact", archive),
-        "network": values.of_operator("network", ("none", "all"), network),
-        "files": values.of_operator("files", ("own", "all"), settings.files),
-        "capacity_rps": values.rate("tunedRate"),
-        "keeps_answers": values.of_operator("cacheAnswers", (True, False), False),
+        "artifact": values.of_operator(
+            "artifact", "", ("", *archive.names).__contains__, "a file of the archive"
+        ),
+        "network": values.of_operator(
+            "network", network, ("none", "all").__contains__, "none or all"
+        ),
+        "files": values.of_operator(
+            "files", settings.files, ("own", "all").__contains__, "own or all"
+        ),
+        "capacity_rps": values.number("tunedRate", 0),
+        "keeps_answers": values.of_operator("cacheAnswers", False, _is_bool, "true or false"),
         "ignored_headers": values.operators_headers("cacheIgnores"),
     }
 
@@ -310,94 +297,78 @@ class Values:
         for problem in unknown:
             logger.warning("%s", problem)
 
-    def _get(self, key: str, default: Any = None) -> Any:
+    def _checked(
+        self, key: str, default: Any, is_right: Callable[[Any], bool], expected: str
+    ) -> Any:
+        """Return what is said of a key; the default where nothing is, or, leniently, if wrong."""
         self._known.add(key)
-        return self.values.get(key, default)
-
-    def integer(self, key: str, default: int, least: int) -> int:
-        """Return a whole number that is no less than `least`."""
-        value = self._get(key, default)
-        if key in self.values and not (type(value) is int and value >= least):
-            return self._wrong(key, f"a whole number from {least} up", default)
-        return int(value)
-
-    def at_least_1(self, key: str) -> int:
-        """Return 0 where nothing is said; what is written below 1 means 1."""
-        value = self._get(key)
-        if value is None:
-            return 0
-        return max(1, value) if type(value) is int else self._wrong(key, "a whole number", 0)
-
-    def seconds(self, key: str, default: float) -> float:
-        """Return a time limit."""
-        value = self.integer(key, 1, least=1)
-        return value if key in self.values else default
-
-    def share(self, key: str, default: float) -> float:
-        """Return a number from 0 to 1."""
-        value = self._get(key, default)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not (is_number and 0 <= value <= 1):
-            return self._wrong(key, "a number from 0 to 1", default)
-        return float(value)
-
-    def rate(self, key: str) -> float:
-        """Return a number per second, 0 where none is said."""
-        value = self._get(key, 0)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not (is_number and 0 <= value < math.inf):
-            return self._wrong(key, "a number from 0 up", 0.0)
-        return float(value)
-
-    def boolean(self, key: str, default: bool) -> bool:
-        """Return true or false."""
-        value = self._get(key, default)
-        return value if isinstance(value, bool) else self._wrong(key, "true or false", default)
-
-    def choice(self, key: str, meanings: dict[str, T], default: T) -> T:
-        """Return what one of the words means."""
-        value = self._get(key)
-        if value is None:
-            return default
-        if not isinstance(value, str) or value not in meanings:
-            return self._wrong(key, " or ".join(meanings), default)
-        return meanings[value]
-
-    def operators_file(self, key: str, archive: Archive) -> str:
-        """Return a file of the archive that the settings name; empty where they name none."""
-        self._known.add(key)
-        value = self._settings.get(key, "")
-        if value and value not in archive.names:
-            raise BadModelConfig(f"model_settings: {key}: the archive holds no {value!r}")
-        return str(value)
-
-    def operators_headers(self, key: str) -> tuple[str, ...]:
-        """Return names of headers, in lower case, that the settings list."""
-        self._known.add(key)
-        value = self._settings.get(key, [])
-        if not isinstance(value, list) or not all(
-            isinstance(name, str) and _HEADER_NAME.fullmatch(name) for name in value
-        ):
-            raise BadModelConfig(
-                f"model_settings: {key}: expected a list of names of headers, got {value!r}"
-            )
-        return tuple(name.lower() for name in value)
-
-    def of_operator(self, key: str, words: Sequence[T], default: T) -> T:
-        """Return a value that the settings say of the model; what the archive says is not asked."""
-        self._known.add(key)
-        if key not in self._settings:
-            return default
-        value = self._settings[key]
-        for word in words:
-            if value == word and type(value) is type(word):
-                return word
-        expected = " or ".join(str(word).lower() for word in words)
-        raise BadModelConfig(f"model_settings: {key}: expected {expected}, got {value!r}")
-
-    def _wrong(self, key: str, expected: str, default: T) -> T:
-        problem = f"{self.file}: {key}: expected {expected}, got {self.values[key]!r}"
+        value = self.values.get(key, default)
+        if key not in self.values or is_right(value):
+            return value
+        problem = f"{self.file}: {key}: expected {expected}, got {value!r}"
         if not self._is_lenient:
             raise BadModelConfig(problem)
         logger.warning("%s; it is left out", problem)
         return default
+
+    def integer(self, key: str, default: N, least: int) -> N:
+        """Return a whole number that is no less than `least`."""
+        value: N = self._checked(
+            key,
+            default,
+            lambda value: type(value) is int and value >= least,
+            f"a whole number from {least} up",
+        )
+        return value
+
+    def at_least_1(self, key: str) -> int:
+        """Return 0 where nothing is said; what is written below 1 means 1."""
+        value = self._checked(
+            key, None, lambda value: value is None or type(value) is int, "a whole number"
+        )
+        return 0 if value is None else max(1, value)
+
+    def number(self, key: str, default: float, most: float = math.inf) -> float:
+        """Return a number from 0 to `most`, and finite."""
+        value = self._checked(
+            key,
+            default,
+            lambda value: type(value) in (int, float) and 0 <= value <= most and value < math.inf,
+            "a number from 0 up" if most == math.inf else f"a number from 0 to {most:g}",
+        )
+        return float(value)
+
+    def boolean(self, key: str, default: bool) -> bool:
+        """Return true or false."""
+        return bool(self._checked(key, default, _is_bool, "true or false"))
+
+    def choice(self, key: str, meanings: dict[str, T], default: T) -> T:
+        """Return what one of the words means."""
+        words = (None, *meanings)
+        value = self._checked(key, None, words.__contains__, " or ".join(meanings))
+        return default if value is None else meanings[value]
+
+    def of_operator(
+        self, key: str, default: Any, is_right: Callable[[Any], bool], expected: str
+    ) -> Any:
+        """Return what the settings say of the model; what the archive says is not asked."""
+        self._known.add(key)
+        value = self._settings.get(key, default)
+        if not is_right(value):
+            raise BadModelConfig(f"model_settings: {key}: expected {expected}, got {value!r}")
+        return value
+
+    def operators_headers(self, key: str) -> tuple[str, ...]:
+        """Return names of headers, in lower case, that the settings list."""
+        names = self.of_operator(key, [], _are_headers, "a list of names of headers")
+        return tuple(name.lower() for name in names)
+
+
+def _is_bool(value: object) -> bool:
+    return isinstance(value, bool)
+
+
+def _are_headers(value: object) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(name, str) and _HEADER_NAME.fullmatch(name) for name in value
+    )

@@ -1,4 +1,4 @@
-"""Register, scale and remove model versions of a server that runs."""
+"""Register, scale and remove model versions: at the start of a server, and while it runs."""
 
 from __future__ import annotations
 
@@ -11,22 +11,21 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from modelyard.archiver import Archive, open_archive
+from modelyard.archiver import Archive, ArchiveError, open_archive
+from modelyard.serve.control import sizing
 from modelyard.serve.control.build import Builder, admit, expose
 from modelyard.serve.control.model_config import ModelSpec, Options
 from modelyard.serve.control.registry import ModelVersion, Registry
-from modelyard.serve.control.sizing import (
-    Allocation,
-    ResourceRequest,
-    StartupAllocator,
-    choose,
-    describe_excess,
-    this_machine,
-)
 from modelyard.serve.dataplane.budget import AnswerBudget
 from modelyard.serve.dataplane.metrics import Metrics
 from modelyard.serve.dataplane.pool import Pool
-from modelyard.serve.errors import CleanupTimedOut, LoadFailed, StorageFull, is_disk_full
+from modelyard.serve.errors import (
+    CleanupTimedOut,
+    LoadFailed,
+    ServeError,
+    StorageFull,
+    is_disk_full,
+)
 from modelyard.serve.policy import Policy
 
 logger = logging.getLogger(__name__)
@@ -82,7 +81,7 @@ class Lifecycle:
     async def add(
         self,
         spec: ModelSpec,
-        allocator: StartupAllocator | None,
+        allocator: sizing.StartupAllocator | None,
         waits: bool,
         saves: bool = False,
         check: Callable[[Archive], None] | None = None,
@@ -125,7 +124,7 @@ class Lifecycle:
         archive: Archive,
         is_fetched: bool,
         spec: ModelSpec,
-        allocator: StartupAllocator | None,
+        allocator: sizing.StartupAllocator | None,
         waits: bool,
         saves: bool,
     ) -> ModelVersion:
@@ -203,7 +202,7 @@ class Lifecycle:
         task.add_done_callback(self._ending.discard)
         return fresh
 
-    async def _beside(self, name: str, request: ResourceRequest) -> Allocation:
+    async def _beside(self, name: str, request: sizing.ResourceRequest) -> sizing.Allocation:
         """Return the allocation of a model that is registered while others are served.
 
         Versions of one model do not count against each other: a new one that got only what the old
@@ -211,13 +210,13 @@ class Lifecycle:
         """
         taken = sum(count for other, count in self._loading.items() if other != name)
         taken += sum(
-            model.pool.least * model.pool.plan.threads
+            model.pool.least * model.pool.plan.run.threads
             for model in self.registry
             if model.name != name
         )
-        machine = this_machine()
-        (allocation,) = choose(machine, [request], taken)
-        if (warning := describe_excess(machine, [allocation], taken)) is not None:
+        machine = sizing.this_machine()
+        (allocation,) = sizing.choose(machine, [request], taken)
+        if (warning := sizing.describe_excess(machine, [allocation], taken)) is not None:
             logger.warning("%s: %s", name, warning)
         return allocation
 
@@ -302,7 +301,9 @@ class Lifecycle:
                 async with asyncio.timeout(self.policy.unregister_timeout_s):
                     await self._end(model, self._settings.drain_timeout_s)
             except TimeoutError as error:
-                raise CleanupTimedOut(model.name) from error
+                raise CleanupTimedOut(
+                    f"Timed out while cleaning resources: {model.name}"
+                ) from error
         logger.info("%s unregistered", model.pool.plan.label)
 
     def set_default(self, name: str, version: str) -> None:
@@ -329,8 +330,8 @@ class Lifecycle:
     async def _end(
         self, model: ModelVersion, drain_timeout_s: float, forgets_metrics: bool = True
     ) -> None:
-        if model.kept is not None:
-            model.kept.close()
+        if model.answers is not None:
+            model.answers.close()
         pools = pools_of(model)
         self._unlisted.update(pools)
         try:
@@ -348,3 +349,62 @@ class Lifecycle:
             ServeError: it could not be written.
         """
         self.policy.remember("snapshot", self.registry)
+
+
+# -- the start of a server ---------------------------------------------------------------------
+
+
+Report = Callable[[str, str], None]
+"""Called with a model's name and what happens to it, for progress."""
+
+
+async def restore(lifecycle: Lifecycle, report: Report) -> list[str]:
+    """Register what is to be served, all at once, and return warnings for whoever started it.
+
+    The workers of one model load beside those of another.
+
+    Raises:
+        ServeError, ArchiveError: the first model that cannot be served, where that ends the start.
+    """
+    policy, registry = lifecycle.policy, lifecycle.registry
+    specs = policy.models_at_start()
+    registry.notes = policy.notes_at_start()
+    allocator = sizing.StartupAllocator(sizing.this_machine(), len(specs))
+    starts = [_start(lifecycle, spec, allocator, report) for spec in specs]
+    tasks = [asyncio.ensure_future(start) for start in starts]
+    try:
+        models = await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+    defaults: dict[str, str] = {}
+    for spec, model in zip(specs, models, strict=True):
+        if model is not None and (spec.is_default or model.name not in defaults):
+            defaults[model.name] = model.version
+    registry.arrange(model for model in models if model is not None)
+    for name, version in defaults.items():
+        registry.set_default(name, version)
+    registry.lacks_all = bool(specs) and all(model is None for model in models)
+    policy.remember("startup", registry)
+    warnings = [model.warning for model in models if model is not None and model.warning]
+    if allocator.warning is not None:
+        logger.warning("%s", allocator.warning)
+        warnings.append(allocator.warning)
+    return warnings
+
+
+async def _start(
+    lifecycle: Lifecycle, spec: ModelSpec, allocator: sizing.StartupAllocator, report: Report
+) -> ModelVersion | None:
+    report(spec.name or spec.location, "loading")
+    try:
+        model = await lifecycle.add(spec, allocator, waits=lifecycle.policy.is_strict)
+    except (ServeError, ArchiveError) as error:
+        if lifecycle.policy.is_strict:
+            raise
+        logger.error("Failed to load model: %s: %s", spec.location, error)
+        return None
+    report(model.name, f"version {model.version}, {model.pool.ready_count} workers ready")
+    return model

@@ -51,7 +51,7 @@ class ModelVersion:
     batchers: tuple[Batcher, Batcher]
     """Batchers for predictions and explanations."""
     metrics: VersionMetrics
-    kept: VersionAnswers | None = None
+    answers: VersionAnswers | None = None
     """Its answers that are kept; None where none are."""
     explainers: Pool | None = None
     """Workers that only explain; None where those of predictions do that too."""

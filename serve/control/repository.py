@@ -6,21 +6,10 @@ reach them where they infer.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from modelyard.archiver.untrusted.names import check_name
-from modelyard.serve.control.model_config import Options
+from modelyard.serve.control.model_config import ModelSpec
 from modelyard.serve.control.register import Lifecycle
 from modelyard.serve.errors import FileNotInStore, Forbidden, ModelNotFound
-
-
-class _Unloaded(NamedTuple):
-    """A version that was served, and how."""
-
-    version: str
-    url: str
-    workers: int
-    options: Options
 
 
 class Repository:
@@ -36,8 +25,8 @@ class Repository:
         self._lifecycle = lifecycle
         self._registry = lifecycle.registry
         self._is_open = is_open
-        self._unloaded: dict[str, list[_Unloaded]] = {}
-        """Models by name; the default version first."""
+        self._unloaded: dict[str, list[tuple[str, ModelSpec]]] = {}
+        """Version that was served and how, of models by name; the default version first."""
 
     def index(self, only_ready: bool = False) -> list[dict[str, str]]:
         """Return every model version and its state; those that were unloaded among them."""
@@ -50,7 +39,7 @@ class Repository:
         if not only_ready:
             for name, versions in self._unloaded.items():
                 if not self._is_served(name):  # by the management API, since then
-                    found += [_entry(name, each.version, False, "unloaded") for each in versions]
+                    found += [_entry(name, version, False, "unloaded") for version, _ in versions]
         return found
 
     async def load(self, name: str) -> None:
@@ -70,8 +59,8 @@ class Repository:
                     await self._lifecycle.scale(model, 1)
             return
         for each in list(self._unloaded.get(name, ())):
-            await self._lifecycle.register(each.url, name, each.workers or None, each.options)
-            self._forget(name, each)
+            await self._lifecycle.add(each[1], None, waits=True, saves=True)
+            self._unloaded[name].remove(each)
         if not self._is_served(name):
             try:
                 await self._lifecycle.register(name, name)
@@ -88,9 +77,9 @@ class Repository:
         self._check(name)
         versions = self._registry.versions(name)
         for model in sorted(versions, key=self._registry.is_default):  # the default one goes last
-            known = _Unloaded(model.version, model.url, model.pool.least, model.options)
+            spec = ModelSpec(model.url, name, model.pool.least or None, options=model.options)
             await self._lifecycle.unregister(model)
-            self._unloaded.setdefault(name, []).insert(0, known)
+            self._unloaded.setdefault(name, []).insert(0, (model.version, spec))
 
     def _check(self, name: str) -> None:
         if self._is_open:
@@ -105,11 +94,6 @@ class Repository:
 
     def _is_served(self, name: str) -> bool:
         return any(model.name == name for model in self._registry)
-
-    def _forget(self, name: str, each: _Unloaded) -> None:
-        self._unloaded[name].remove(each)
-        if not self._unloaded[name]:
-            del self._unloaded[name]
 
 
 def _entry(name: str, version: str, is_ready: bool, reason: str) -> dict[str, str]:

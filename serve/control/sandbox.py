@@ -24,7 +24,7 @@ from modelyard.serve.walls.measures import (
     reading_capability,
     why_one_user,
 )
-from modelyard.serve.walls.plan import Walls
+from modelyard.serve.walls.raising import Walls
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,8 @@ class Sandbox:
             own.append(folder)
         uid = self._take_user(folder)
         if uid is not None:
-            _give([each for place in own for each in (place, *place.rglob("*"))], uid)
+            for each in (path for place in own for path in (place, *place.rglob("*"))):
+                os.chown(each, uid, uid, follow_symlinks=False)
         walls = Walls(
             has_network,
             reads=(str(folder), *self._reads),
@@ -139,8 +140,3 @@ def _running_users() -> Iterator[int]:
     for process in psutil.process_iter(["uids"]):
         if (uids := process.info["uids"]) is not None:
             yield uids.real
-
-
-def _give(paths: list[Path], uid: int) -> None:
-    for path in paths:
-        os.chown(path, uid, uid, follow_symlinks=False)

@@ -36,11 +36,7 @@ def read_notes(state: StateDir) -> dict[str, Callable[[], Any]]:
 
 def as_notes(content: Mapping[str, Any]) -> dict[str, Callable[[], Any]]:
     """Return JSON in the form of a registry's `notes`; who wrote it does so again, or nobody."""
-    return {name: partial(_same, value) for name, value in content.items()}
-
-
-def _same(value: Any) -> Any:
-    return value
+    return {name: partial(content.__getitem__, name) for name in content}
 
 
 def _read(state: StateDir, is_trial: bool) -> tuple[list[ModelSpec], dict[str, Any]]:

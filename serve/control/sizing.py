@@ -120,23 +120,20 @@ def describe_excess(
 
 def _fixed(machine: Machine, request: ResourceRequest) -> Allocation | None:
     """Return the allocation of a model that takes no part in sharing."""
-    threads, why_threads = _threads(request)
-    is_stated = request.workers is not None or bool(request.threads)
     if request.workers is not None:
-        return Allocation(request.workers, threads, request.workers_from, why_threads, is_stated)
+        return _allocate(request, request.workers, request.workers_from)
     if not is_on_gpu(machine, request.device):
         return None
     if request.device in ("auto", "cuda"):
         why = f"one for each of {machine.gpus} CUDA devices" if machine.gpus > 1 else "one device"
-        return Allocation(machine.gpus, threads, why, why_threads, is_stated)
-    return Allocation(1, threads, f"one for {request.device}", why_threads, is_stated)
+        return _allocate(request, machine.gpus, why)
+    return _allocate(request, 1, f"one for {request.device}")
 
 
 def _shared(
     machine: Machine, request: ResourceRequest, share: int, others: int, used: int
 ) -> Allocation:
-    threads, why_threads = _threads(request)
-    workers = max(1, share // threads)
+    threads = request.threads or 1
     left = machine.cores - used
     if left < others:
         why = f"each model has at least one; {_cores(max(0, left))} left for {_models(others)}"
@@ -145,13 +142,15 @@ def _shared(
         why = f"{_cores(left)}{rest} for {_models(others)}"
         if threads > 1:
             why += f", {threads} threads each"
-    return Allocation(workers, threads, why, why_threads, bool(request.threads))
+    return _allocate(request, max(1, share // threads), why)
 
 
-def _threads(request: ResourceRequest) -> tuple[int, str]:
+def _allocate(request: ResourceRequest, workers: int, why: str) -> Allocation:
+    why_threads = "workers of one thread answer more than a team"
     if request.threads:
-        return request.threads, request.threads_from
-    return 1, "workers of one thread answer more than a team"
+        why_threads = request.threads_from
+    is_stated = request.workers is not None or bool(request.threads)
+    return Allocation(workers, request.threads or 1, why, why_threads, is_stated)
 
 
 def _cores(count: int) -> str:

@@ -9,7 +9,6 @@ import os
 import secrets
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,51 +18,27 @@ from modelyard.serve.errors import StartError
 MAX_FILE_BYTES = 64 << 20
 
 
-@dataclass(frozen=True)
 class StateDir:
     """The places in one server's state folder."""
 
-    root: Path
-
-    @property
-    def server_file(self) -> Path:
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.server_file = root / "server.json"
         """Pid and addresses of the running server (JSON)."""
-        return self.root / "server.json"
-
-    @property
-    def key_file(self) -> Path:
+        self.key_file = root / "keys.json"
         """Bearer tokens (JSON, mode 0600)."""
-        return self.root / "keys.json"
-
-    @property
-    def models_file(self) -> Path:
+        self.models_file = root / "models.json"
         """What is registered (JSON): the last acknowledged change."""
-        return self.root / "models.json"
-
-    @property
-    def previous_models_file(self) -> Path:
+        self.previous_models_file = root / "models.previous.json"
         """What was registered before the last change; read when the other file is damaged."""
-        return self.root / "models.previous.json"
-
-    @property
-    def log_file(self) -> Path:
+        self.log_file = root / "logs" / "server.log"
         """The server's log."""
-        return self.root / "logs" / "server.log"
-
-    @property
-    def access_file(self) -> Path:
+        self.access_file = root / "logs" / "access.log"
         """A line for each request, where that is asked for."""
-        return self.root / "logs" / "access.log"
-
-    @property
-    def unpacked(self) -> Path:
+        self.unpacked = root / "unpacked"
         """Folder of unpacked archives; emptied at every start."""
-        return self.root / "unpacked"
-
-    @property
-    def lock_file(self) -> Path:
+        self.lock_file = root / "lock"
         """Held by the running server for as long as it lives."""
-        return self.root / "lock"
 
     def create(self) -> None:
         """Make the folders, readable by their owner only."""

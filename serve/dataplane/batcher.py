@@ -17,10 +17,10 @@ from itertools import islice
 from time import monotonic
 
 from modelyard.serve.dataplane.call import NORMAL, Call
-from modelyard.serve.dataplane.engine import Engine, Replica
 from modelyard.serve.dataplane.lengths import NEIGHBOURS, choose_alike
 from modelyard.serve.dataplane.metrics import Histogram, KindMetrics
-from modelyard.serve.dataplane.queue import SHARES, Admission, Classes, Line
+from modelyard.serve.dataplane.queue import SHARES, Admission, Classes, Engine, Line, Replica
+from modelyard.serve.dataplane.worker import RunConfig
 from modelyard.serve.errors import DeadlinePassed, QueueFull, TooLate, Unavailable
 
 POLL_AFTER_S = 0.005
@@ -39,11 +39,10 @@ class Batcher:
 
     What is counted is rows: a request of several is as many as it has.
 
+    With `gathers_bursts` only a burst waits for company, the first after at least the delay without
+    work; once that was in vain no job of this queue waits again.
+
     Args:
-        delay_s: how long a job may wait for company.
-        gathers_bursts: whether only a burst waits, the first after at least the delay without work.
-            Once that was in vain no job of this queue waits again.
-        needs_ticket: whether a job is taken only while a replica is idle.
         call_bytes: value of `lengths.CALL_BYTES`, for batches of like length; None takes jobs in
             order.
         shares: shares of the classes of requests, as `Classes` has them.
@@ -54,36 +53,29 @@ class Batcher:
         engine: Engine,
         kind: int,
         metrics: KindMetrics,
-        *,
-        batch_size: int,
-        delay_s: float,
-        queue_size: int,
-        gathers_bursts: bool = False,
-        needs_ticket: bool = False,
+        run: RunConfig,
         call_bytes: int | None = None,
         shares: Sequence[int] = SHARES,
     ) -> None:
-        self._needs_ticket = needs_ticket
         self._call_bytes = call_bytes
         self._engine = engine
         self._kind = kind
         self._metrics = metrics
-        self._batch_size = batch_size
-        self._delay_s = delay_s
-        self._gathers_bursts = gathers_bursts
+        self._run = run
+        self._delay_s = run.batch_delay_ms / 1000
+        """How long a job may wait for company; 0 once that was in vain in a queue for bursts."""
         self._handed_over_at = -math.inf
-        self._queue_size = queue_size
         self._shares = shares
         self._queue: Line | Classes = Line()
         """Classes are told apart as soon as a request says that it is of another than most."""
         self._class_metrics: Sequence[Histogram] = ()
         """Class → how long its requests waited."""
         self._loop = asyncio.get_running_loop()
-        self._admission = Admission(engine, kind, batch_size)
+        self._admission = Admission(engine, kind, run.batch_size)
         self._look_again_at = 0.0
         self._armed: asyncio.Handle | None = None
         self._timer: asyncio.TimerHandle | None = None
-        metrics.queue_length.set_function(lambda: self._queue.rows)
+        metrics.watch_queue(lambda: self._queue.rows)
 
     @property
     def waiting(self) -> int:
@@ -104,7 +96,7 @@ class Batcher:
     @property
     def remaining(self) -> int:
         """Rows that the queue still takes of the class that most requests are of."""
-        return max(0, self._queue_size - self._queue.held(NORMAL) - self._engine.handed_over())
+        return max(0, self._run.queue_size - self._queue.held(NORMAL) - self._engine.handed_over())
 
     @property
     def queued_by_class(self) -> tuple[int, ...]:
@@ -150,12 +142,12 @@ class Batcher:
         if self._is_full(rows, priority):
             self._drop_left(now)
             if self._is_full(rows, priority):
-                text = f"the queue is full ({self._queue_size} requests wait); try again later"
+                text = f"the queue is full ({self._run.queue_size} requests wait); try again later"
                 self._metrics.refused_full.inc()
                 raise QueueFull(text, self._wait_s(priority, now, timeout_s))
         if (reason := self._engine.why_none) is not None:
             raise Unavailable(reason, retry_after_s=5)
-        if self._needs_ticket and self._engine.idle_count <= len(self._queue):
+        if self._run.needs_ticket and self._engine.idle_count <= len(self._queue):
             self._metrics.refused_full.inc()
             text = "no worker is idle, and this model lets nobody wait"
             raise QueueFull(text, self._wait_s(priority, now, timeout_s))
@@ -172,7 +164,7 @@ class Batcher:
 
     def _is_full(self, rows: int, priority: int) -> bool:
         waiting = self._queue.held(priority) + self._engine.handed_over()
-        return waiting > 0 and waiting + rows > self._queue_size
+        return waiting > 0 and waiting + rows > self._run.queue_size
 
     def _tell_classes_apart(self, normal: Line) -> None:
         self._queue = Classes(self._shares, normal, self._rows_per_s)
@@ -295,16 +287,17 @@ class Batcher:
 
     def _must_gather(self) -> bool:
         """Return whether the first job still waits for company, and wake up when it has waited."""
-        if not self._delay_s or self._queue.rows >= self._batch_size:
+        if not self._delay_s or self._queue.rows >= self._run.batch_size:
             return False
-        if self._gathers_bursts and self._queue[0].queued_at - self._handed_over_at < self._delay_s:
+        gathers_bursts = self._run.gathers_bursts
+        if gathers_bursts and self._queue[0].queued_at - self._handed_over_at < self._delay_s:
             return False
         until = min(self._admission.gathers_until(job, self._delay_s) for job in self._queue)
-        if self._gathers_bursts:
+        if gathers_bursts:
             until = min(until, max(job.queued_at for job in self._queue) + BURST_GAP_S)
         left = until - monotonic()
         if left <= 0:
-            if self._gathers_bursts:
+            if gathers_bursts:
                 self._delay_s = 0.0
             return False
         if self._timer is not None:

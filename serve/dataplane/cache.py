@@ -44,7 +44,7 @@ ENTRY_BYTES = 768
 HIT, MISS, JOINED, BYPASS = LOOKUPS
 
 
-class Kept(NamedTuple):
+class CachedAnswer(NamedTuple):
     """An answer of a worker's."""
 
     headers: bytes
@@ -72,39 +72,39 @@ class AnswerStore:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.held = 0
-        self._kept: OrderedDict[tuple[VersionAnswers, bytes], Kept] = OrderedDict()
+        self._answers: OrderedDict[tuple[VersionAnswers, bytes], CachedAnswer] = OrderedDict()
 
-    def find(self, owner: VersionAnswers, key: bytes) -> Kept | None:
+    def find(self, owner: VersionAnswers, key: bytes) -> CachedAnswer | None:
         """Return an answer, which is then the one used last."""
-        kept = self._kept.get((owner, key))
-        if kept is None:
+        answer = self._answers.get((owner, key))
+        if answer is None:
             return None
-        if kept.expires_at <= monotonic():
+        if answer.expires_at <= monotonic():
             self._drop(owner, key)
             return None
-        self._kept.move_to_end((owner, key))
-        return kept
+        self._answers.move_to_end((owner, key))
+        return answer
 
-    def keep(self, owner: VersionAnswers, key: bytes, kept: Kept) -> None:
+    def keep(self, owner: VersionAnswers, key: bytes, answer: CachedAnswer) -> None:
         """Keep an answer, in the place of those used longest ago."""
-        if kept.size_bytes > self.limit:
+        if answer.size_bytes > self.limit:
             return
-        if (owner, key) in self._kept:
+        if (owner, key) in self._answers:
             self._drop(owner, key)
-        self._kept[owner, key] = kept
-        self._count(owner, kept.size_bytes)
+        self._answers[owner, key] = answer
+        self._count(owner, answer.size_bytes)
         while self.held > self.limit:
-            oldest, key = next(iter(self._kept))
+            oldest, key = next(iter(self._answers))
             self._drop(oldest, key)
             oldest.evictions += 1
 
     def forget(self, owner: VersionAnswers) -> None:
         """Drop all answers of a version."""
-        for other, key in [place for place in self._kept if place[0] is owner]:
+        for other, key in [place for place in self._answers if place[0] is owner]:
             self._drop(other, key)
 
     def _drop(self, owner: VersionAnswers, key: bytes) -> None:
-        self._count(owner, -self._kept.pop((owner, key)).size_bytes)
+        self._count(owner, -self._answers.pop((owner, key)).size_bytes)
 
     def _count(self, owner: VersionAnswers, size: int) -> None:
         self.held += size
@@ -182,16 +182,16 @@ class VersionAnswers:
         counted = self.outcomes[call.kind]
         if self._is_closed or not lookup.keeps or sum(map(len, call.parts)) > MOST_HASHED_BYTES:
             counted[BYPASS] += 1
-            call.sink = _Noting(call.sink)
+            call.sink = _Flight(self, None, call, lookup, BYPASS)
             return False
         key = self._key(call)
         if not lookup.looks:
             counted[BYPASS] += 1
             call.sink = _Flight(self, key, call, lookup, BYPASS)
             return False
-        if (kept := self._store.find(self, key)) is not None:
+        if (answer := self._store.find(self, key)) is not None:
             counted[HIT] += 1
-            call.sink.set_result(lookup.reply(kept, HIT))
+            call.sink.set_result(lookup.reply(answer, HIT))
             return True
         flight = self._flights.get(key)
         if flight is not None and flight.takes(call):
@@ -203,15 +203,15 @@ class VersionAnswers:
         self._flights.setdefault(key, made)
         return False
 
-    def keep(self, key: bytes, reply: Reply) -> Kept | None:
+    def keep(self, key: bytes, reply: Reply) -> CachedAnswer | None:
         """Keep a worker's answer, and return it; None where it may not be."""
         body = reply.body
         if reply.status != 200 or isinstance(body, Stream) or len(body) > MOST_HASHED_BYTES:
             return None
-        kept = _read(reply.headers, body)
-        if kept is not None and not self._is_closed:
-            self._store.keep(self, key, kept)
-        return kept
+        answer = _read(reply.headers, body)
+        if answer is not None and not self._is_closed:
+            self._store.keep(self, key, answer)
+        return answer
 
     def end(self, key: bytes, flight: _Flight) -> None:
         """Let nobody wait for a flight any more."""
@@ -234,45 +234,41 @@ class VersionAnswers:
         return digest.digest()
 
 
-class Lookup:
-    """What one request says of answers that are kept.
+class Lookup(NamedTuple):
+    """What one request says of answers that are kept."""
 
-    Attributes:
-        looks: whether it may be answered with one.
-        keeps: whether its own may be kept.
-    """
-
-    __slots__ = ("_answers", "_tags", "keeps", "looks")
-
-    def __init__(
-        self, answers: VersionAnswers, looks: bool, keeps: bool, tags: Sequence[bytes]
-    ) -> None:
-        self._answers = answers
-        self._tags = tags
-        self.looks = looks
-        self.keeps = keeps
+    answers: VersionAnswers
+    looks: bool
+    """Whether it may be answered with one."""
+    keeps: bool
+    """Whether its own may be kept."""
+    tags: Sequence[bytes]
+    """ETags of the answers that its client has."""
 
     def answer(self, call: Call) -> bool:
         """Return whether the call is seen to: it is answered, or waits for the same answer."""
-        return self._answers.answer(call, self)
+        return self.answers.answer(call, self)
 
-    def reply(self, kept: Kept, outcome: str) -> Reply:
+    def reply(self, answer: CachedAnswer, outcome: str) -> Reply:
         """Return an answer as it is sent: 304 where the client has it already."""
-        note = Note(outcome, ((b"x-cache", outcome.encode()), *kept.note))
-        if kept.tag in self._tags:
+        note = Note(outcome, ((b"x-cache", outcome.encode()), *answer.note))
+        if answer.tag in self.tags:
             return Reply(304, b"", b"", note=note)
-        return Reply(200, kept.headers, kept.body, note=note)
+        return Reply(200, answer.headers, answer.body, note=note)
 
 
 class _Flight:
-    """A call whose answer is kept when it comes, and the others that wait for it: its sink."""
+    """A call whose answer is kept when it comes, and the others that wait for it: its sink.
+
+    Without a key nothing is kept, and nobody waits: the answer only says so.
+    """
 
     __slots__ = (
         "_answers", "_deadline", "_key", "_lookup", "_outcome", "_priority", "_sink", "waiting",
     )  # fmt: skip
 
     def __init__(
-        self, answers: VersionAnswers, key: bytes, call: Call, lookup: Lookup, outcome: str
+        self, answers: VersionAnswers, key: bytes | None, call: Call, lookup: Lookup, outcome: str
     ) -> None:
         self._answers = answers
         self._key = key
@@ -298,17 +294,18 @@ class _Flight:
 
     def set_result(self, reply: Reply) -> None:
         """Keep the reply, and answer all with it."""
-        kept = self._answers.keep(self._key, reply)
+        answer = self._answers.keep(self._key, reply) if self._key is not None else None
         waiting = self._end()
-        if kept is None:
-            self._sink.set_result(reply._replace(note=_note(self._outcome)))
+        if answer is None:
+            note = Note(self._outcome, ((b"x-cache", self._outcome.encode()),))
+            self._sink.set_result(reply._replace(note=note))
             _start(waiting)
             return
-        sent = self._lookup.reply(kept, self._outcome)
+        sent = self._lookup.reply(answer, self._outcome)
         self._sink.set_result(sent._replace(queue_us=reply.queue_us, handler_us=reply.handler_us))
         for call, lookup in waiting:
             if not call.drop_if_left():
-                call.sink.set_result(lookup.reply(kept, JOINED))
+                call.sink.set_result(lookup.reply(answer, JOINED))
 
     def set_exception(self, error: Exception) -> None:
         """Fail alone: an error is nobody else's."""
@@ -322,34 +319,10 @@ class _Flight:
         return self._sink.cancel()
 
     def _end(self) -> list[tuple[Call, Lookup]]:
-        self._answers.end(self._key, self)
+        if self._key is not None:
+            self._answers.end(self._key, self)
         waiting, self.waiting = self.waiting, []
         return waiting
-
-
-class _Noting:
-    """The sink of a call that has nothing to do with what is kept, which its answer says."""
-
-    __slots__ = ("_sink",)
-
-    def __init__(self, sink: ReplySink) -> None:
-        self._sink = sink
-
-    def done(self) -> bool:
-        return self._sink.done()
-
-    def set_result(self, reply: Reply) -> None:
-        self._sink.set_result(reply._replace(note=_note(BYPASS)))
-
-    def set_exception(self, error: Exception) -> None:
-        self._sink.set_exception(error)
-
-    def cancel(self) -> bool:
-        return self._sink.cancel()
-
-
-def _note(outcome: str) -> Note:
-    return Note(outcome, ((b"x-cache", outcome.encode()),))
 
 
 def _start(waiting: Iterable[tuple[Call, Lookup]]) -> None:
@@ -359,7 +332,7 @@ def _start(waiting: Iterable[tuple[Call, Lookup]]) -> None:
             asyncio.get_running_loop().call_soon(call.start)
 
 
-def _read(headers: bytes, body: wire.Payload) -> Kept | None:
+def _read(headers: bytes, body: wire.Payload) -> CachedAnswer | None:
     """Return a worker's answer to be kept; None where its handler says that it may not be."""
     fields = wire.unpack_meta(headers)
     said = {name.lower(): value for name, value in zip(fields[::2], fields[1::2], strict=True)}
@@ -379,7 +352,7 @@ def _read(headers: bytes, body: wire.Payload) -> Kept | None:
         note.append((b"etag", tag))
     if b"cache-control" not in said:  # the client may keep it too, and asks whether it still holds
         note.append((b"cache-control", b"private, no-cache"))
-    return Kept(headers, bytes(body), tuple(note), tag, expires_at)
+    return CachedAnswer(headers, bytes(body), tuple(note), tag, expires_at)
 
 
 def _directives(value: bytes) -> dict[bytes, bytes]:

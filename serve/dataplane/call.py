@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, field
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
@@ -19,6 +20,8 @@ from modelyard.serve.dataplane.wire import Buffer, Payload
 from modelyard.serve.errors import StreamBroken
 
 if TYPE_CHECKING:
+    from modelyard.serve.dataplane.batcher import Batcher
+    from modelyard.serve.dataplane.cache import Lookup
     from modelyard.serve.dataplane.tracing import Trace
 
 PREDICT, EXPLAIN = 0, 1
@@ -110,7 +113,7 @@ class Stream:
         size, self._size = self._size, 0
         self._budget.give_back(size)
 
-    async def read(self) -> AsyncIterator[Payload]:
+    async def read(self) -> AsyncGenerator[Payload]:
         """Yield the chunks as they come, until the last one or until the client has left.
 
         Raises:
@@ -180,63 +183,22 @@ class MovableSink(ReplySink, Protocol):
 
 
 class _Nobody:
-    """The sink of a call that another one was made of."""
+    """The sink of a call that another one was made of: it drops what it is given."""
 
     def done(self) -> bool:
         return True
 
-    def cancel(self) -> bool:
-        return True
-
-    def set_result(self, reply: Reply, /) -> None:
+    def set_result(self, outcome: object, /) -> None:
         pass
 
-    def set_exception(self, error: Exception, /) -> None:
-        pass
-
-
-class Queue(Protocol):
-    """What takes calls of one kind."""
-
-    def check(
-        self,
-        timeout_s: float,
-        must_fit: bool,
-        now: float,
-        waited_s: float = 0.0,
-        rows: int = 1,
-        priority: int = NORMAL,
-    ) -> None:
-        """Refuse a call that would come now.
-
-        Args:
-            timeout_s: its time.
-            must_fit: `must_fit` of a `Call`.
-            now: time of `time.monotonic()`.
-            waited_s: how much of its time has passed.
-            rows: rows that it has.
-            priority: its class.
-
-        Raises:
-            ServeError: it is refused.
-        """
-
-    def submit(self, job: Call) -> None:
-        """Queue a call.
-
-        Raises:
-            ServeError: it is refused.
-        """
-
-    def put(self, job: Call) -> None:
-        """Queue a call that `check` let pass just now."""
+    cancel, set_exception = done, set_result
 
 
 class Model(Protocol):
     """The model version that a call is for."""
 
     @property
-    def batchers(self) -> Sequence[Queue]:
+    def batchers(self) -> Sequence[Batcher]:
         """Batchers by kind of call."""
 
     @property
@@ -247,87 +209,47 @@ class Model(Protocol):
         """Start the workers that only explain; None where there is nothing to start."""
 
 
-class Lookup(Protocol):
-    """What looks for a call's answer among those that are kept."""
-
-    def answer(self, call: Call) -> bool:
-        """Return whether the call is seen to: it is answered, or waits for the same answer."""
-
-
+@dataclass(slots=True, eq=False, repr=False)
 class Call:
-    """One request for a model's answer.
+    """One request for a model's answer."""
 
-    Args:
-        model: what answers.
-        kind: PREDICT or EXPLAIN.
-        head: head of the request, packed as `worker.codec` reads it.
-        sink: where the reply goes.
-        timeout_s: how long the client waits; the model's own limit holds too.
-        has_left: returns whether the client has left; None where there is none.
-        flags: flags of `wire`, beside what the kind says.
-        must_fit: whether it is refused as soon as its answer cannot be expected by the deadline.
-        trace: trace of the request, where it is sampled.
-        priority: its class.
-    """
-
-    __slots__ = (
-        "deadline",
-        "flags",
-        "has_left",
-        "head",
-        "kind",
-        "lookup",
-        "model",
-        "must_fit",
-        "parts",
-        "priority",
-        "queued_at",
-        "retried",
-        "rows",
-        "sink",
-        "stream",
-        "taken_at",
-        "timeout_s",
-        "trace",
-    )
-    parts: Sequence[Buffer]
+    model: Model
+    """What answers."""
+    kind: int
+    """PREDICT or EXPLAIN."""
+    head: bytes
+    """Head of the request, packed as `worker.codec` reads it."""
+    sink: ReplySink
+    """Where the reply goes."""
+    timeout_s: float = math.inf
+    """How long the client waits; the model's own limit holds too."""
+    has_left: HasLeft | None = None
+    """Returns whether the client has left; None where there is none."""
+    flags: int = 0
+    """Flags of `wire`, beside what the kind says."""
+    must_fit: bool = True
+    """Whether it is refused as soon as its answer cannot be expected by the deadline."""
+    trace: Trace | None = None
+    """Trace of the request, where it is sampled."""
+    priority: int = NORMAL
+    """Its class."""
+    parts: Sequence[Buffer] = field(init=False)
     """The body as it arrived."""
-    queued_at: float
+    queued_at: float = field(init=False)
     """Time of `time.monotonic()` when the body was whole; the loop's clock counts milliseconds."""
-    deadline: float
-    taken_at: float
+    deadline: float = field(init=False)
+    taken_at: float = field(init=False)
     """Time when a worker got it, last."""
+    retried: bool = field(default=False, init=False)
+    rows: int = field(default=1, init=False)
+    """Rows that it fills of a batch; known when the body is there."""
+    lookup: Lookup | None = field(default=None, init=False)
+    """Lookup in the cache of answers."""
+    stream: Stream | None = field(default=None, init=False)
+    """Once the first chunk of its answer has come."""
 
-    def __init__(
-        self,
-        model: Model,
-        kind: int,
-        head: bytes,
-        sink: ReplySink,
-        timeout_s: float = math.inf,
-        has_left: HasLeft | None = None,
-        flags: int = 0,
-        must_fit: bool = True,
-        trace: Trace | None = None,
-        priority: int = NORMAL,
-    ) -> None:
-        self.model = model
-        self.kind = kind
-        self.head = head
-        self.sink = sink
-        self.timeout_s = min(timeout_s, model.request_timeout_s)
-        self.has_left = has_left
-        self.flags = flags
-        self.must_fit = must_fit
-        self.trace = trace
-        self.priority = priority
-        self.retried = False
-        self.rows = 1
-        """Rows that it fills of a batch; known when the body is there."""
-        self.lookup: Lookup | None = None
-        """Lookup in the cache of answers."""
-        self.stream: Stream | None = None
-        """Once the first chunk of its answer has come."""
+    def __post_init__(self) -> None:
+        self.timeout_s = min(self.timeout_s, self.model.request_timeout_s)
 
     def put(self, parts: Sequence[Buffer]) -> None:
         """Queue it with its body; its queue was asked just now."""

@@ -166,6 +166,7 @@ class HandlerMetrics:
     """
 
     is_alone = False
+    """Whether nothing but its text is exposed."""
 
     def __init__(
         self,
@@ -181,7 +182,7 @@ class HandlerMetrics:
         self.families = {family.name: family for family in declared}
 
     def reported(self, records: Iterable[Record], seconds: float) -> None:
-        """Take what a handler measured in one batch."""
+        """Take what a handler measured in one batch, which its worker had for `seconds`."""
         for record in records:
             self.record(record)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic
 
+from modelyard.serve import errors
 from modelyard.serve.dataplane.batcher import Batcher
 from modelyard.serve.dataplane.budget import AnswerBudget
 from modelyard.serve.dataplane.call import EXPLAIN, PREDICT, Call, Reply
@@ -18,14 +19,6 @@ from modelyard.serve.dataplane.clock import Clock
 from modelyard.serve.dataplane.metrics import VersionMetrics
 from modelyard.serve.dataplane.process import Backoff
 from modelyard.serve.dataplane.worker import Worker, WorkerPlan, WorkerPolicy
-from modelyard.serve.errors import (
-    DeadlinePassed,
-    Draining,
-    LoadFailed,
-    LoadKilled,
-    ServeError,
-    Unavailable,
-)
 
 logger = logging.getLogger(__name__)
 
@@ -178,7 +171,7 @@ class Pool:
         """End these slots; when none are left, nobody serves what still waits."""
         await self._close(slots, drain_timeout_s)
         if (reason := self.why_none) is not None:
-            self._refuse(Unavailable(reason, retry_after_s=RETRY_AFTER_S))
+            self._refuse(errors.Unavailable(reason, retry_after_s=RETRY_AFTER_S))
 
     async def stop(self, drain_timeout_s: float) -> None:
         """Answer what was accepted, as far as the time allows, and end all workers."""
@@ -187,13 +180,13 @@ class Pool:
         while self._loop.time() < deadline and self._is_busy and self.why_none is None:
             await asyncio.sleep(0.02)
         self._is_stopping = True
-        self._refuse(Draining("the model is being removed"))
+        self._refuse(errors.Draining("the model is being removed"))
         await self._close(list(self.slots), max(0.0, deadline - self._loop.time()))
         if self._sweeper is not None:
             self._sweeper.cancel()
-        self._refuse(Draining("the model is being removed"))
+        self._refuse(errors.Draining("the model is being removed"))
 
-    def _refuse(self, error: ServeError) -> None:
+    def _refuse(self, error: errors.ServeError) -> None:
         """Answer everything that waits with `error`."""
         for batcher in self._batchers:
             batcher.fail(error)
@@ -232,8 +225,10 @@ class Pool:
             worker = slot.worker = Worker(self, slot.number, slot.id)
             try:
                 await worker.start()
-            except (LoadFailed, OSError) as error:
-                longest_s = RETRY_AFTER_S if isinstance(error, LoadKilled) else Backoff.LONGEST_S
+            except (errors.LoadFailed, OSError) as error:
+                longest_s = (
+                    RETRY_AFTER_S if isinstance(error, errors.LoadKilled) else Backoff.LONGEST_S
+                )
                 if not first.done():
                     first.set_exception(error)
                     return
@@ -256,7 +251,7 @@ class Pool:
             now = self._loop.time()
             if failing_since is None:
                 failing_since = now
-            elif now - failing_since >= self.plan.retry_window_s:
+            elif now - failing_since >= self.plan.run.retry_s:
                 self._give_up(slot)
                 return
             slot.restarts += 1
@@ -274,16 +269,16 @@ class Pool:
     def _give_up(self, slot: ReplicaSlot) -> None:
         slot.has_given_up = True
         logger.error("%s: no start succeeded for %g s; not tried again",
-                     self._name(slot.number), self.plan.retry_window_s)  # fmt: skip
+                     self._name(slot.number), self.plan.run.retry_s)  # fmt: skip
         if (reason := self.why_none) is not None:
-            self._refuse(Unavailable(reason, retry_after_s=RETRY_AFTER_S))
+            self._refuse(errors.Unavailable(reason, retry_after_s=RETRY_AFTER_S))
 
     def _load_failed(self, error: Exception) -> None:
         self._failures += 1
         self._last_failure = str(error)
         self.policy.failed(error)
         if (reason := self.why_none) is not None:
-            self._refuse(LoadFailed(reason))
+            self._refuse(errors.LoadFailed(reason))
 
     # -- work ----------------------------------------------------------------------------------
 
@@ -420,7 +415,7 @@ class Pool:
         if worker.flight:
             self.worked_s += self.clock.read(monotonic()) - worker.began_at
         for job in worker.flight.values():
-            if job.stream is not None or job.retried or not self.plan.retry:
+            if job.stream is not None or job.retried or not self.plan.run.retry:
                 job.fail(worker.death)
             elif not job.sink.done() and not (self.heir is not None and self.heir(job)):
                 job.retried = True
@@ -454,7 +449,9 @@ class Pool:
         if self.clock.tick(now):  # answers that came meanwhile are not read yet: timers go first
             return
         worked = self.clock.read(now)
-        late: ServeError = DeadlinePassed("the answer took longer than the request's time")
+        late: errors.ServeError = errors.DeadlinePassed(
+            "the answer took longer than the request's time"
+        )
         for worker in self.workers:
             for id, job in worker.flight.items():
                 if job.sink.done():  # answered by an error, or by a stream's first chunk
@@ -464,7 +461,7 @@ class Pool:
                     worker.cancel(id)
                 elif job.drop_if_left():
                     worker.cancel(id)
-            limit = self.plan.response_timeout_s
+            limit = self.plan.run.response_timeout_s
             is_busy = worker.is_ready and worker.flight and not worker.is_held_up
             if is_busy and worked - worker.busy_since > limit:
                 name = self._name(worker.number)
@@ -504,4 +501,4 @@ def begins_in_s(work_s: float, rests: list[float]) -> float:
 def _tell_of_end(first: asyncio.Future[None], _: asyncio.Task[None]) -> None:
     """Notify whoever waits for a worker's first start that it was given up before it was ready."""
     if not first.done():
-        first.set_exception(Draining("the model is being removed"))
+        first.set_exception(errors.Draining("the model is being removed"))

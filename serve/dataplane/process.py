@@ -1,19 +1,36 @@
-"""A child process: started, watched, ended and described, in one place."""
+"""Child processes: started, watched, ended and described, in one place; what forks some of them.
+
+To import torch takes a worker two seconds of a core and 150 MB. A fork of a process that has done
+it, the fork server, takes milliseconds, and shares the memory. What is forked becomes this
+process's own child, so that it is watched, and ends, as any other: the fork server may die without
+a worker noticing.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import logging
+import math
 import os
+import shutil
 import signal
+import socket
 import subprocess
+import sys
+from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from modelyard.base.exits import describe_exit
 from modelyard.serve.walls.kernel import PR_SET_CHILD_SUBREAPER, prctl
+
+logger = logging.getLogger(__name__)
 
 _watched: set[int] = set()
 """Process ids that a `ChildProcess` waits for."""
@@ -207,3 +224,216 @@ class Backoff:
     def grow(self, longest_s: float = LONGEST_S) -> None:
         """Make the next pause twice as long, up to a length."""
         self.pause_s = min(2 * self.pause_s, longest_s)
+
+
+# -- the fork server ---------------------------------------------------------------------------
+
+
+REPLY_S = 120.0
+"""Time for the imports and the fork; one that takes longer is replaced."""
+EXIT_GRACE_S = 2.0
+MAX_REPLY_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class Preload:
+    """What the fork server imports before it forks the workers of an archive."""
+
+    modules: tuple[str, ...]
+    """Keys of the worker's `forks.MODULES`."""
+    own: tuple[str, ...]
+    """Modules and packages of the archive, none of which may be imported from elsewhere before."""
+
+
+class ForkServer:
+    """A fork server, started when the first worker asks for it, and again when it has died.
+
+    Args:
+        environment: its variables; a worker is given all of its own.
+        temporary: folder for temporary files, there while it runs; torch makes one when it is
+            imported.
+    """
+
+    def __init__(self, environment: Mapping[str, str], temporary: Path) -> None:
+        self._environment = {**environment, "TMPDIR": str(temporary)}
+        self._temporary = temporary
+        self._process: ChildProcess | None = None
+        self._control: socket.socket | None = None
+        self._waiting: deque[tuple[asyncio.Future[ChildProcess | None], int]] = deque()
+        """Who waits for a reply, in the order of the requests, and the niceness asked for."""
+        self._backoff = Backoff()
+        self._not_before = 0.0
+
+    async def fork(
+        self,
+        preload: Preload,
+        environment: Mapping[str, str],
+        descriptors: Sequence[int],
+        niceness: int,
+    ) -> ChildProcess | None:
+        """Return a new worker, or None where one must be started in another way.
+
+        Args:
+            preload: what is imported before.
+            environment: all of the worker's variables.
+            descriptors: its socket, standard output and standard error.
+            niceness: niceness as `ChildProcess` takes it.
+        """
+        request = {**asdict(preload), "environment": environment}
+        reply: asyncio.Future[ChildProcess | None] = asyncio.get_running_loop().create_future()
+        try:
+            control = self._control or self._start()
+            _send(control, request, descriptors)
+        except OSError as error:
+            logger.info("a worker is started afresh: %s", error)
+            return None
+        self._waiting.append((reply, niceness))
+        expect(1)
+        try:
+            async with asyncio.timeout(REPLY_S):
+                return await reply
+        except TimeoutError:
+            if self._control is control:  # else it is gone already
+                self._lose(f"no answer for {REPLY_S:g} s")
+            return None
+
+    def prepare(self, modules: tuple[str, ...]) -> None:
+        """Have it import ahead what a worker to come will need, if it runs; nobody waits."""
+        if self._control is not None:
+            with contextlib.suppress(OSError):  # the next request finds out, and says so
+                _send(self._control, asdict(Preload(modules, ())), ())
+
+    async def stop(self) -> None:
+        """End it; the workers that it has forked go on."""
+        process = self._process
+        if self._control is not None:
+            self._lose(None)
+        if process is not None:
+            await process.end(EXIT_GRACE_S)
+        shutil.rmtree(self._temporary, ignore_errors=True)
+
+    def _start(self) -> socket.socket:
+        """Start it and return our end of its socket.
+
+        Raises:
+            OSError: it cannot be started, or has died a moment ago.
+        """
+        loop = asyncio.get_running_loop()
+        if loop.time() < self._not_before:
+            raise OSError("there is no fork server, or not again yet")
+        self._temporary.mkdir(exist_ok=True)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            try:
+                self._process = spawn(
+                    [sys.executable, "-P", "-m", "modelyard.serve.worker", "--fork-server",
+                     str(theirs.fileno())],
+                    self._environment,
+                    stdout=2,  # the server's own log
+                    stderr=2,
+                    pass_fds=[theirs.fileno()],
+                )  # fmt: skip
+            except BaseException:
+                ours.close()
+                raise
+        ours.setblocking(False)
+        loop.add_reader(ours, self._read)
+        self._control = ours
+        return ours
+
+    def _read(self) -> None:
+        assert self._control is not None
+        try:
+            data = self._control.recv(MAX_REPLY_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._lose("it has ended")
+            return
+        self._backoff.reset()
+        message: dict[str, Any] = json.loads(data)
+        reply, niceness = self._waiting.popleft()
+        expect(-1)
+        process = None
+        if (pid := message.get("pid")) is None:
+            logger.info("a worker is started afresh: %s", message["refused"])
+        else:
+            try:
+                process = ChildProcess(pid, niceness)
+            except OSError as error:
+                logger.warning("a forked worker cannot be watched: %s", error)
+        if not reply.done():
+            reply.set_result(process)
+        elif process is not None:
+            process.kill()  # whoever asked has left
+        if message.get("is_final"):
+            self._not_before = math.inf
+            self._lose(None)
+            logger.warning("every worker is started afresh: %s", message["refused"])
+
+    def _lose(self, reason: str | None) -> None:
+        """Close the connection and kill the process; None if that is not for a fault of its own."""
+        assert self._control is not None and self._process is not None
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._control)
+        self._control.close()
+        self._control = None
+        if reason is not None:
+            logger.warning("fork server, pid %d: %s; workers are started afresh for %g s",
+                           self._process.pid, reason, self._backoff.pause_s)  # fmt: skip
+            self._process.kill()
+            self._not_before = loop.time() + self._backoff.pause_s
+            self._backoff.grow()
+        while self._waiting:
+            reply, _ = self._waiting.popleft()
+            expect(-1)
+            if not reply.done():
+                reply.set_result(None)
+
+
+async def start_process(
+    fork_server: ForkServer | None,
+    preload: Preload | None,
+    environment: Mapping[str, str],
+    descriptors: tuple[int, int, int],
+    niceness: int = 0,
+) -> ChildProcess:
+    """Return a new worker process, forked where that can be.
+
+    Args:
+        fork_server: what forks it, where there is one.
+        preload: what is imported before; None starts it afresh.
+        environment: all of its variables.
+        descriptors: its socket, standard output and standard error.
+        niceness: niceness as `ChildProcess` takes it.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    if fork_server is not None and preload is not None:
+        forked = await fork_server.fork(preload, environment, descriptors, niceness)
+        if forked is not None:
+            return forked
+    connection, stdout, stderr = descriptors
+    return spawn(
+        [sys.executable, "-P", "-m", "modelyard.serve.worker", str(connection)],
+        environment,
+        stdout=stdout,
+        stderr=stderr,
+        pass_fds=[connection],
+        niceness=niceness,
+    )
+
+
+def _send(control: socket.socket, request: Any, descriptors: Sequence[int]) -> None:
+    """Send a request, of any size, in a file that is passed with the other descriptors."""
+    file = os.memfd_create("request", os.MFD_CLOEXEC)
+    try:
+        with os.fdopen(file, "wb", closefd=False) as content:
+            content.write(json.dumps(request).encode())
+        os.lseek(file, 0, os.SEEK_SET)
+        socket.send_fds(control, [b"f"], [file, *descriptors])
+    finally:
+        os.close(file)

@@ -15,9 +15,58 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
+from typing import Protocol
 
 from modelyard.serve.dataplane.call import Call
-from modelyard.serve.dataplane.engine import Engine
+
+
+class Replica(Protocol):
+    """What runs batches, seen from above the pool."""
+
+    def capacity(self, kind: int) -> int:
+        """Return how many more jobs of this kind it takes now."""
+
+    def run(self, jobs: list[Call]) -> None:
+        """Run the jobs and answer each one's sink exactly once, whatever happens."""
+
+    def rest_s(self, now: float) -> float:
+        """Return in how many seconds it will have answered what it holds; 0 when it is idle."""
+
+
+class Engine(Protocol):
+    """The replicas of one model version. `pool.py` is one; a cluster would be another."""
+
+    @property
+    def ready_count(self) -> int:
+        """How many replicas can run batches now."""
+
+    @property
+    def why_none(self) -> str | None:
+        """Why no replica will come up soon, or None."""
+
+    @property
+    def idle_count(self) -> int:
+        """How many replicas would start a job at once."""
+
+    def pick(self, kind: int) -> Replica | None:
+        """Return the least loaded replica with room for this kind, if any has."""
+
+    def handed_over(self) -> int:
+        """Return how many jobs replicas hold without running them, where these count as queued."""
+
+    def batch_s(self, kind: int) -> float:
+        """Return how long a batch takes of late, in seconds; 0 while unknown."""
+
+    def job_s(self, kind: int) -> float:
+        """Return what a job costs one replica of late, in seconds; 0 while unknown."""
+
+    def expected_s(self, kind: int, queued: int) -> float:
+        """Return in how many seconds one more job will be answered, behind `queued` others.
+
+        0 while that is unknown, and where an idle replica waits for it: what was measured before
+        must not keep a job from being measured.
+        """
+
 
 SHARES = (16, 4, 1)
 """Rows of a round, by class, as the settings have them."""
@@ -64,11 +113,6 @@ class Line(deque[Call]):
         job = _popleft(self)
         self.rows -= job.rows
         return job
-
-    def clear(self) -> None:
-        """Forget all jobs."""
-        super().clear()
-        self.rows = 0
 
     def take(self, place: int) -> Call:
         """Take a job from among the others."""
@@ -181,11 +225,6 @@ class Classes:
                 return job
             place -= len(line)
         raise IndexError(place)
-
-    def clear(self) -> None:
-        """Forget all jobs."""
-        for line in self.lines:
-            line.clear()
 
     def sift(self, is_gone: IsGone, most: int | None = None) -> bool:
         """Do as `Line.sift` with each class."""

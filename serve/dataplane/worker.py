@@ -22,26 +22,14 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from modelyard.serve import errors
 from modelyard.serve.dataplane import wire
 from modelyard.serve.dataplane.budget import Share
 from modelyard.serve.dataplane.call import EXPLAIN, PREDICT, Call, Reply, ReplySink, Stream
-from modelyard.serve.dataplane.fork_server import ForkServer, Preload, start_process
 from modelyard.serve.dataplane.log_file import LogFile, Pipe
-from modelyard.serve.dataplane.process import ChildProcess
+from modelyard.serve.dataplane.process import ChildProcess, ForkServer, Preload, start_process
 from modelyard.serve.dataplane.tracing import Batch
 from modelyard.serve.dataplane.wire import Buffer
-from modelyard.serve.errors import (
-    DeadlinePassed,
-    GoldenFailed,
-    HandlerFailed,
-    LoadFailed,
-    LoadKilled,
-    OutOfMemory,
-    ServeError,
-    StreamBroken,
-    WorkerDied,
-    WorkerKilled,
-)
 
 if TYPE_CHECKING:
     from modelyard.serve.dataplane.pool import Pool
@@ -143,9 +131,36 @@ class WorkerPolicy:
     def retries(self, worker: str, id: int, pause_s: float) -> None:
         """Take note that a worker will be replaced, and when."""
 
-    def silence(self, limit_s: float) -> ServeError:
+    def silence(self, limit_s: float) -> errors.ServeError:
         """Return what a request is answered with which a worker hung."""
-        return DeadlinePassed(f"the worker gave no answer for {limit_s:g} s")
+        return errors.DeadlinePassed(f"the worker gave no answer for {limit_s:g} s")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """How a model version's batches are made and run. Keys of model-config.yaml in brackets."""
+
+    batch_size: int
+    """Largest batch, never above what the export's report proved [batchSize]."""
+    batch_delay_ms: int
+    """Longest time that a batch waits for more requests; 0 waits for none [maxBatchDelay]."""
+    queue_size: int
+    """Requests that may wait [jobQueueSize]."""
+    gathers_bursts: bool = False
+    """Whether only the first requests after a pause wait for others, as `Batcher` says; else every
+    batch does [batchDelay: busy | always]."""
+    needs_ticket: bool = False
+    """Whether a request is taken only while a worker is idle [useJobTicket]."""
+    threads: int = 0
+    """Threads of each worker; 0 leaves the choice to the server [workerThreads]."""
+    startup_timeout_s: float
+    """Time to load [startupTimeout, seconds]."""
+    response_timeout_s: float
+    """Time for one batch in a worker [responseTimeout, seconds]."""
+    retry: bool
+    """Whether a request that a worker died with is tried once more, alone [retry]."""
+    retry_s: float = math.inf
+    """How long a worker that cannot be started any more is tried again [maxRetryTimeoutInSec]."""
 
 
 @dataclass(frozen=True)
@@ -157,18 +172,11 @@ class WorkerPlan:
     load: dict[str, Any]
     """The LOAD message, read by `worker.load`; a worker's number is added to it."""
     log_dir: Path
-    threads: int
-    batch_size: int
-    startup_timeout_s: float
-    response_timeout_s: float
-    retry: bool
-    """Whether a request that a worker died with is tried once more."""
+    run: RunConfig
     max_answer_bytes: int
     """Size of one answer, or of one chunk of it."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """All variables of the workers."""
-    retry_window_s: float = math.inf
-    """How long a worker that cannot be started any more is tried again."""
     log_stem: str = "worker"
     """Stem of the log files' names."""
     niceness: int = 0
@@ -234,11 +242,11 @@ class Worker(asyncio.BufferedProtocol):
         Raises:
             LoadFailed: with the worker's own error.
         """
-        plan = self._plan
+        plan, timeout_s = self._plan, self._plan.run.startup_timeout_s
         try:
             ours = await self._spawn()
         except OSError as error:
-            raise LoadFailed(
+            raise errors.LoadFailed(
                 f"{plan.label}: no worker process can be started: {error.strerror}"
             ) from error
         await self._loop.connect_accepted_socket(lambda: self, ours)
@@ -246,12 +254,12 @@ class Worker(asyncio.BufferedProtocol):
         load = {**plan.load, "worker": self.number}
         self._transport.write(wire.encode_control(wire.LOAD, load))
         try:
-            async with asyncio.timeout(plan.startup_timeout_s):
+            async with asyncio.timeout(timeout_s):
                 await self.loaded
         except TimeoutError:
             self.condemn()
-            raise LoadFailed(
-                f"{plan.label}: not ready after {plan.startup_timeout_s:g} s (startup_timeout_s); "
+            raise errors.LoadFailed(
+                f"{plan.label}: not ready after {timeout_s:g} s (startup_timeout_s); "
                 f"the log ends: {self._log_tail}"
             ) from None
 
@@ -320,7 +328,7 @@ class Worker(asyncio.BufferedProtocol):
                 sink.set_exception(self.death)
         if not self.loaded.done():
             assert self._process is not None
-            kind = LoadKilled if self._was_killed else LoadFailed
+            kind = errors.LoadKilled if self._was_killed else errors.LoadFailed
             self.loaded.set_exception(
                 kind(
                     f"{self._plan.label}: the worker ended with {self._process.how_it_ended} "
@@ -416,8 +424,8 @@ class Worker(asyncio.BufferedProtocol):
             self.loaded.set_result(message)
         elif item.code == wire.FAILED:
             text = f"{self._plan.label}: {message.get('message', 'no reason given')}"
-            kinds = {"out_of_memory": OutOfMemory, "golden": GoldenFailed}
-            failed = next((kinds[key] for key in kinds if message.get(key)), HandlerFailed)
+            kinds = {"out_of_memory": errors.OutOfMemory, "golden": errors.GoldenFailed}
+            failed = next((kinds[key] for key in kinds if message.get(key)), errors.HandlerFailed)
             self.loaded.set_exception(failed(text))
         else:
             raise wire.WireError(f"control message {item.code} that nobody expects")
@@ -457,7 +465,7 @@ class Worker(asyncio.BufferedProtocol):
                     job.trace.ran(batch, now, queue_us, handler_us)
             if job.stream is not None:
                 if flags & wire.BROKEN:
-                    job.fail(StreamBroken(body.decode("utf-8", "replace")))
+                    job.fail(errors.StreamBroken(body.decode("utf-8", "replace")))
                 else:
                     job.stream.put(body, is_last=True)
                     answered.append((job, Reply(status, headers, job.stream)))
@@ -482,7 +490,7 @@ class Worker(asyncio.BufferedProtocol):
             self._pool.worked_s += read_at - self.began_at
             self.began_at = read_at
             # It takes what has arrived, up to a batch.
-            self.running = min(self._plan.batch_size, sum(self.held))
+            self.running = min(self._plan.run.batch_size, sum(self.held))
         self.busy_since = read_at
         if not self.flight:
             self.is_alone = self.is_reserved = False
@@ -529,7 +537,7 @@ class Worker(asyncio.BufferedProtocol):
         return (
             bool(self._aside)
             and not self.flight
-            and worked - max(self._aside_since, self.busy_since) > self._plan.response_timeout_s
+            and worked - max(self._aside_since, self.busy_since) > self._plan.run.response_timeout_s
         )
 
     def _give_way(self) -> None:
@@ -553,15 +561,15 @@ class Worker(asyncio.BufferedProtocol):
         elif sink.done():
             return  # nobody waits for it any more
         elif was_stream:
-            sink.set_exception(StreamBroken("it is streamed, and nobody reads it"))
+            sink.set_exception(errors.StreamBroken("it is streamed, and nobody reads it"))
         else:
             reply = Reply(item.code, item.meta, item.body, item.queue_us, item.handler_us)
             sink.set_result(reply)
 
     @property
-    def death(self) -> WorkerDied:
+    def death(self) -> errors.WorkerDied:
         """What its end means to the requests that it held."""
-        return WorkerKilled() if self._was_killed else WorkerDied()
+        return errors.WorkerKilled() if self._was_killed else errors.WorkerDied()
 
     @property
     def _was_killed(self) -> bool:
@@ -583,8 +591,8 @@ class Worker(asyncio.BufferedProtocol):
         it has just done some; one of explanations, which are long.
         """
         if kind == EXPLAIN:
-            return self._plan.batch_size - self.held[kind]
-        most = 2 * self._plan.batch_size
+            return self._plan.run.batch_size - self.held[kind]
+        most = 2 * self._plan.run.batch_size
         job_s = self._pool.own_job_s
         if job_s and monotonic() - self._replied_at < AHEAD_S:
             most = max(most, min(int(AHEAD_S / job_s), MOST_AHEAD))

@@ -21,6 +21,7 @@ from typing import Protocol
 from urllib.parse import parse_qsl
 
 from modelyard.base.explain_options import check_query
+from modelyard.serve import errors
 from modelyard.serve.control.registry import ModelVersion, Registry
 from modelyard.serve.dataplane import wire
 from modelyard.serve.dataplane.call import (
@@ -36,14 +37,6 @@ from modelyard.serve.dataplane.call import (
 )
 from modelyard.serve.dataplane.metrics import KINDS, Metrics
 from modelyard.serve.dataplane.tracing import Attributes, Trace, Tracing
-from modelyard.serve.errors import (
-    BadRequest,
-    Forbidden,
-    ModelNotFound,
-    Unavailable,
-    UnknownCoding,
-    http_status,
-)
 
 Headers = list[tuple[bytes, bytes]]
 """Names in lower case, and values."""
@@ -84,10 +77,6 @@ class Asked(Protocol):
         """Return whether nobody waits for the answer any more."""
 
 
-def _as_it_is(error: Exception, path: list[str]) -> Exception:
-    return error
-
-
 def let_everybody(right: str, headers: Headers) -> None:
     """Check nothing."""
 
@@ -107,7 +96,7 @@ class Front:
         registry: Registry,
         metrics: Metrics,
         state: ServerState,
-        rephrase: Callable[[Exception, list[str]], Exception] = _as_it_is,
+        rephrase: Callable[[Exception, list[str]], Exception] = lambda error, path: error,
         tracing: Tracing | None = None,
         check_right: CheckRight = let_everybody,
     ) -> None:
@@ -116,7 +105,7 @@ class Front:
         self.rephrase = rephrase
         self.tracing = tracing
         self.observer = metrics.observer
-        self._unrouted = metrics.unrouted
+        self._unrouted = metrics["unrouted_requests"]
         self._check_right = check_right
 
     def begin(
@@ -162,20 +151,25 @@ class Front:
             timeout_s = min(timeout_s, model.config.request_timeout_s)
             if expect is not None:
                 expect(timeout_s)
-            if target.kind == PREDICT and model.kept is None:
+            if target.kind == PREDICT and model.answers is None:
                 # Before there is a call, or a body: a refusal is to cost little.
                 model.batchers[PREDICT].check(
                     timeout_s, must_fit, monotonic(), waited_s, priority=priority
                 )
-        except (BadRequest, Forbidden, Unavailable, UnknownCoding) as error:
+        except (
+            errors.BadRequest,
+            errors.Forbidden,
+            errors.Unavailable,
+            errors.UnknownCoding,
+        ) as error:
             reply.fail(error, 0.0)
             return None
         call = reply.call = Call(
             model, target.kind, reply.head(), reply, timeout_s - waited_s, asked.is_left,
             target.flags, must_fit, trace, priority,
         )  # fmt: skip
-        if model.kept is not None:  # whose answer is there needs no place in a queue
-            call.lookup = model.kept.lookup(asked.headers)
+        if model.answers is not None:  # whose answer is there needs no place in a queue
+            call.lookup = model.answers.lookup(asked.headers)
         return call
 
     def check_high(self, headers: Headers) -> None:
@@ -184,7 +178,7 @@ class Front:
 
     def count_unrouted(self, status: int) -> None:
         """Count the answer to a request that has become no call, by its HTTP status."""
-        self._unrouted.labels(str(status)).inc()
+        self._unrouted.count(str(status)).inc()
 
     def find(self, target: Target, id: str, headers: Headers) -> ModelVersion:
         """Return the model version that a request asks for, and take note of the request.
@@ -200,7 +194,7 @@ class Front:
         version = (path[1] or None) if len(path) > 1 else None
         try:
             model = self.registry.get(path[0], version)
-        except ModelNotFound:
+        except errors.ModelNotFound:
             model = find_model(self.registry, self.state, path[0], version)
         if splits := self.registry.splits:
             split = splits.get(model.name)
@@ -222,11 +216,13 @@ def find_model(
     """
     try:
         return registry.get(name, version)
-    except ModelNotFound as error:
+    except errors.ModelNotFound as error:
         if not state.is_starting:
             raise
         which = f" in version {version}" if version else ""
-        raise Unavailable(f"the server is starting and has no model {name}{which} yet") from error
+        raise errors.Unavailable(
+            f"the server is starting and has no model {name}{which} yet"
+        ) from error
 
 
 class CallReply:
@@ -325,7 +321,7 @@ class CallReply:
 
     def fail(self, error: Exception, took_s: float, call: Call | None = None) -> None:
         """Count an error, after this time, and send it."""
-        status = http_status(error)[0]
+        status = errors.http_status(error)[0]
         self.model.metrics.kinds[self.target.kind].answered(status, took_s)
         self.refuse(self.front.rephrase(error, self.target.path))
         if self.trace is not None:
@@ -402,7 +398,7 @@ def parse_priority(value: bytes) -> int:
     """
     text = value.decode("ascii", "backslashreplace")
     if text not in CLASSES:
-        raise BadRequest(
+        raise errors.BadRequest(
             f'X-Request-Priority is "{text[:40]}"; expected one of {", ".join(CLASSES)}'
         )
     return CLASSES.index(text)
@@ -426,7 +422,7 @@ def parse_timeout(value: bytes) -> float:
     seconds = float(match[1]) * (0.001 if match[2] == b"ms" else 1) if match else 0.0
     if not 0 < seconds <= LONGEST_TIME_S:
         seen = value[:40].decode("ascii", "backslashreplace")
-        raise BadRequest(
+        raise errors.BadRequest(
             f'X-Request-Timeout is "{seen}"; expected are seconds such as 0.5 or 2s, or '
             f"milliseconds such as 150ms, above 0 and at most {LONGEST_TIME_S:.0f} s"
         )
@@ -442,7 +438,7 @@ def check_options(query: bytes) -> None:
     try:
         check_query(parse_qsl(query.decode("latin-1"), keep_blank_values=True))
     except ValueError as error:
-        raise BadRequest(str(error)) from error
+        raise errors.BadRequest(str(error)) from error
 
 
 # -- what a worker is told, and answers ----------------------------------------------------------

@@ -16,21 +16,12 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from typing import NamedTuple, Protocol
 
 from modelyard.archiver import ArchiveError
+from modelyard.serve import errors
 from modelyard.serve.dataplane.call import Stream, Target
 from modelyard.serve.dataplane.wire import VERSION_HEADER, Payload
-from modelyard.serve.errors import (
-    BodyTooLarge,
-    Forbidden,
-    ServeError,
-    Unauthorized,
-    Unavailable,
-    UnknownCoding,
-    error_body,
-    http_status,
-)
 from modelyard.serve.front.begin import REQUEST_ID, Headers, Served, ServerState, request_id
 from modelyard.serve.http.connection import Answer, RequestResponseCycle, write_head
-from modelyard.serve.http.cors import Cors
+from modelyard.serve.http.site import Cors
 from modelyard.serve.http.tokens import Grants, find_grant
 
 logger = logging.getLogger(__name__)
@@ -110,31 +101,27 @@ class TokenCheck:
                     return
                 unfit = unfit or grant
         if unfit is not None:
-            raise Forbidden(
+            raise errors.Forbidden(
                 f"the token {unfit.name!r} may {', '.join(sorted(unfit.rights))}; this needs one "
                 f"that may {right}"
             )
-        raise Unauthorized(
+        raise errors.Unauthorized(
             "this API needs the header `Authorization: Bearer TOKEN` with a token that it knows; "
             "`modelyard serve token` prints the one of this start, `modelyard token new` makes "
             "one that stays"
         )
 
 
-def open_to_all(path: str, headers: Headers) -> None:
-    """Check nothing."""
-
-
 def error_answer(error: Exception, id: str) -> Answer:
     """Return status, headers and JSON body for an error."""
-    status, _ = http_status(error)
-    body = json.dumps(error_body(error, id)).encode()
+    status, _ = errors.http_status(error)
+    body = json.dumps(errors.error_body(error, id)).encode()
     headers = [(b"content-type", b"application/json")]
-    if isinstance(error, Unavailable):
+    if isinstance(error, errors.Unavailable):
         headers.append((b"retry-after", str(error.retry_after_s).encode()))
-    if isinstance(error, Unauthorized):
+    if isinstance(error, errors.Unauthorized):
         headers.append((b"www-authenticate", b"Bearer"))
-    if isinstance(error, UnknownCoding):
+    if isinstance(error, errors.UnknownCoding):
         headers.append((b"accept-encoding", b"identity"))
     return status, headers, body
 
@@ -177,50 +164,50 @@ class Answers:
 
     def error(self, error: Exception, id: str) -> Answer:
         """Return status, headers and body for an error; what nobody declared goes to the log."""
-        if not isinstance(error, (ServeError, ArchiveError)):
+        if not isinstance(error, (errors.ServeError, ArchiveError)):
             logger.error("request %s", id, exc_info=error, extra={"request_id": id})
         return self._form_error(error, id)
 
-    def begin(self, cycle: RequestResponseCycle, id: str, status: int) -> Headers:
+    def begin(self, cycle: RequestResponseCycle | None, id: str, status: int) -> Headers:
         """Count an answer, and return the headers that every answer of this status has."""
         if self._on_status is not None:
             self._on_status(status)
+        common = [(b"x-request-id", id.encode()), *self._common]
+        if cycle is None:
+            return common
         if self._state.is_draining or (self._closes_after_errors and status >= 400):
             cycle.keeps_alive = False
-        common = [(b"x-request-id", id.encode()), *self._common]
         if cycle.served is not None:
             common.append((VERSION_HEADER, cycle.served[1].encode()))
         return common if self.cors is None else [*common, *self.cors.headers(cycle.headers)]
 
     def send(
-        self, cycle: RequestResponseCycle, id: str, status: int, headers: Headers,
+        self, cycle: RequestResponseCycle, status: int, headers: Headers,
         body: Payload | Stream | Events,
     ) -> None:  # fmt: skip
         """Send an answer: in one piece, or by a task where that cannot be done."""
-        common = self.begin(cycle, id, status)
+        common = self.begin(cycle, cycle.id, status)
         if len(headers) > 1 or (headers and headers[0][0] != b"content-type"):
             # What a handler says, of caching for instance, counts.
             own = {name for name, _ in headers}
             common = [pair for pair in common if pair[0] not in own]
-        if isinstance(body, Events):
-            cycle.run(_send_events(cycle, status, [*headers, *common], body, id))
-        elif not isinstance(body, Stream):
+        if isinstance(body, Events | Stream):
+            cycle.run(_send_chunks(cycle, status, [*headers, *common], body))
+        else:
             length = [(b"content-length", b"%d" % len(body))] if status != 304 else []
             headers = [*headers, *length, *common]
             if not cycle.send_whole(status, headers, body):
                 cycle.connection.budget.add(len(body))
                 cycle.run(_send_parts(cycle, status, headers, body))
-        else:
-            cycle.run(_send_stream(cycle, status, [*headers, *common], body, id))
 
-    def send_refusal(self, cycle: RequestResponseCycle, id: str, error: Unavailable) -> None:
+    def send_refusal(self, cycle: RequestResponseCycle, error: errors.Unavailable) -> None:
         """Send the answer to a call that is not taken: its bytes are kept, but for the id.
 
         Under an overload most answers are such, and each takes time from one that is not.
         """
         if self._state.is_draining or self._closes_after_errors:
             cycle.keeps_alive = False
-        served, stays = cycle.served, cycle.keeps_alive
+        id, served, stays = cycle.id, cycle.served, cycle.keeps_alive
         key = (type(error), str(error), *vars(error).values(), len(id), stays, served)
         if (prepared := self._prepared.get(key)) is None:
             if len(self._prepared) >= PREPARED:
@@ -229,7 +216,7 @@ class Answers:
         status, pieces = prepared
         is_read_by_pages = self.cors is not None and self.cors.headers(cycle.headers)
         if is_read_by_pages or not cycle.send_ready(status, id.encode().join(pieces), b""):
-            self.send(cycle, id, *self.error(error, id))
+            self.send(cycle, *self.error(error, id))
         elif self._on_status is not None:
             self._on_status(status)
 
@@ -253,14 +240,7 @@ class Answers:
         if cycle is not None:
             cycle.id = id
         status, headers, body = self.error(error, id)
-        if self._on_status is not None:
-            self._on_status(status)
-        common = [(b"x-request-id", id.encode()), *self._common]
-        if cycle is not None and cycle.served is not None:
-            common.append((VERSION_HEADER, cycle.served[1].encode()))
-        if self.cors is not None and cycle is not None:
-            common += self.cors.headers(cycle.headers)
-        return status, [*headers, *common], body
+        return status, [*headers, *self.begin(cycle, id, status)], body
 
 
 async def _send_parts(
@@ -271,25 +251,6 @@ async def _send_parts(
         await cycle.write(body)
     finally:
         cycle.connection.budget.give_back(len(body))
-
-
-async def _send_stream(
-    cycle: RequestResponseCycle, status: int, headers: Headers, stream: Stream, id: str
-) -> None:
-    """Send each chunk as it comes.
-
-    A stream that breaks is left without its end, which closes the connection: a client must not
-    take a part for the whole.
-    """
-    try:
-        await cycle.start(status, headers)
-        async for chunk in stream.read():
-            await cycle.write(chunk, is_more=True)
-        await cycle.write(b"")
-    except ServeError as error:
-        logger.error("request %s: the stream is broken: %s", id, error, extra={"request_id": id})
-    finally:
-        stream.close()
 
 
 PAUSE_S = 15.0
@@ -306,24 +267,37 @@ class Events(NamedTuple):
     pause: bytes
 
 
-async def _send_events(
-    cycle: RequestResponseCycle, status: int, headers: Headers, events: Events, id: str
+async def _send_chunks(
+    cycle: RequestResponseCycle, status: int, headers: Headers, body: Stream | Events
 ) -> None:
-    """Send each chunk as it comes; an error is the last event."""
-    chunks = with_pauses(events.stream.read(), PAUSE_S)
+    """Send each chunk as it comes; of events an error is the last one.
+
+    Another stream that breaks is left without its end, which closes the connection: a client must
+    not take a part for the whole.
+    """
+    events = body if isinstance(body, Events) else None
+    stream = body if isinstance(body, Stream) else body.stream
+    chunks: AsyncGenerator[Payload | None] | AsyncGenerator[Payload]
+    chunks = stream.read() if events is None else with_pauses(stream.read(), PAUSE_S)
     try:
         await cycle.start(status, headers)
         try:
             async for chunk in chunks:
-                text = events.pause if chunk is None else events.write(chunk)
+                if events is None:
+                    text = chunk or b""
+                else:
+                    text = events.pause if chunk is None else events.write(chunk)
                 await cycle.write(text, is_more=True)
-        except (ServeError, ValueError) as error:
-            logger.error("request %s: the stream ends early: %s", id, error)
+        except (errors.ServeError, ValueError) as error:
+            logger.error("request %s: the stream is broken: %s", cycle.id, error,
+                         extra={"request_id": cycle.id})  # fmt: skip
+            if events is None:
+                return
             await cycle.write(events.write_error(str(error)), is_more=True)
         await cycle.write(b"")
     finally:
         await chunks.aclose()
-        events.stream.close()
+        stream.close()
 
 
 async def with_pauses(
@@ -391,7 +365,7 @@ class Application:
         if (cors := self._answers.cors) is not None:
             preflight = cors.preflight(cycle.method, cycle.headers)
             if preflight is not None:
-                self._answers.send(cycle, id, 200, preflight, b"")
+                self._answers.send(cycle, 200, preflight, b"")
                 return
         try:
             target = calls.target(cycle) if calls is not None else None
@@ -404,13 +378,13 @@ class Application:
             answer = self._answers.error(error, id)
             if calls is not None and target is not None:
                 calls.count_unrouted(answer[0])
-            self._answers.send(cycle, id, *answer)
+            self._answers.send(cycle, *answer)
 
     def refuse(self, error: Exception, cycle: RequestResponseCycle | None) -> Answer:
         """Return the last answer on a connection, to what is not a request, or to its body."""
         answer = self._answers.refuse(error, cycle)
         calls = self._calls
-        large = cycle if isinstance(error, BodyTooLarge) else None
+        large = cycle if isinstance(error, errors.BodyTooLarge) else None
         if large is not None and calls is not None and calls.target(large) is not None:
             calls.count_unrouted(answer[0])
         return answer

@@ -15,28 +15,19 @@ import socket
 import sys
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from http import HTTPStatus
 from time import monotonic
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from urllib.parse import unquote
 
-from modelyard.serve.dataplane.budget import AnswerBudget
+from modelyard.serve import errors
 from modelyard.serve.dataplane.tracing import trace_id_of
 from modelyard.serve.dataplane.wire import Buffer, Payload
-from modelyard.serve.errors import (
-    BadMessage,
-    BodyTooLarge,
-    HeadTooLarge,
-    RequestTooSlow,
-    ServeError,
-    TargetTooLong,
-    Unavailable,
-)
 from modelyard.serve.front.begin import Headers as Headers
 from modelyard.serve.front.begin import Served
-from modelyard.serve.http.site import SiteCheck
-from modelyard.serve.http.turns import Turns
+
+if TYPE_CHECKING:
+    from modelyard.serve.http.listener import Listener
 
 try:
     import httptools
@@ -154,18 +145,6 @@ class Accepts(Protocol):
 
     def refuse(self, error: Exception, cycle: RequestResponseCycle | None) -> Answer:
         """Return the last answer on a connection, to what is not a request, or to its body."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What one client may ask of a listener; the defaults are those of `Settings`."""
-
-    header_bytes: int = 65536
-    head_timeout_s: float = 10
-    transfer_timeout_s: float = 20
-    keep_alive_s: float = 75
-    connections: int = 4096
-    body_bytes: int = 6_553_500
 
 
 IDLE, HEAD, BODY, ENDING = range(4)
@@ -298,8 +277,8 @@ class RequestResponseCycle:
         self.received += len(body)
         if self.is_complete or self.has_left:
             return
-        if self.received > self.connection.limits.body_bytes:
-            raise BodyTooLarge(self.connection.limits.body_bytes)
+        if self.received > self.connection.settings.max_request_bytes:
+            raise errors.BodyTooLarge(self.connection.settings.max_request_bytes)
         self.parts.append(body)
         if self.received > UNCOUNTED_BYTES:
             self._count_body(self.received)
@@ -310,7 +289,7 @@ class RequestResponseCycle:
         budget.bodies += size - self._counted
         self._counted = size
         if size and budget.bodies > budget.body_limit:
-            raise Unavailable(
+            raise errors.Unavailable(
                 f"the bodies of requests take {budget.bodies} bytes; {budget.body_limit} are "
                 "allowed (request_memory_bytes)",
                 retry_after_s=1,
@@ -378,30 +357,29 @@ class RequestResponseCycle:
     def _send_head(self, status: int, headers: Headers) -> None:
         if self.is_started:
             raise RuntimeError("a second head")
-        lines = [STATUS_LINES[status]]
-        is_closing = False
+        own: Headers = []
         for name, value in headers:
             if _BAD_NAME.search(name) or _BAD_VALUE.search(value):
                 raise RuntimeError(f"the header {name!r}: {value!r} is not HTTP")
             name = name.lower()
+            if name == b"connection" and b"close" in value.lower():
+                self.keeps_alive = False
+                continue
             if name == b"content-length" and self._is_answer_chunked is None:
                 self._missing = int(value)
                 self._is_answer_chunked = False
             elif name == b"transfer-encoding" and value.lower() == b"chunked":
                 self._is_answer_chunked = True
-            elif name == b"connection" and b"close" in value.lower():
-                is_closing, self.keeps_alive = True, False
-            lines += (name, b": ", value, b"\r\n")
+            own.append((name, value))
         self.is_started = True
-        if not self.keeps_alive and not is_closing:
-            lines.append(b"connection: close\r\n")
         if self.method == "HEAD" or status in (204, 304):
             self._missing, self._is_answer_chunked = 0, self._is_answer_chunked or False
         elif self._is_answer_chunked is None:
             self._is_answer_chunked = True
-            lines.append(b"transfer-encoding: chunked\r\n")
-        lines.append(b"\r\n")
-        self._write(b"".join(lines))
+            own.append((b"transfer-encoding", b"chunked"))
+        head = write_head(status, own, self.keeps_alive)
+        assert head is not None, "every header has been looked at"
+        self._write(head)
         self.status = status
 
     def _send_part(self, body: Payload, is_more: bool) -> None:
@@ -478,15 +456,8 @@ class Connection(asyncio.Protocol):
     """One client connection.
 
     Args:
-        app: what answers.
-        limits: what is refused.
-        site: site whose requests are refused.
-        budget: budget of answers, which counts what clients have not taken.
-        access: called with each answer, for an access log.
+        listener: listener of its address, which says what answers and what is refused.
         accepted: the client's socket.
-        turns: turns of all connections of the listener.
-        connections: where it enters itself while it is open.
-        closed: called when it has ended.
 
     Attributes:
         since: time of the loop; of its beginning, of the first byte of the head that is being
@@ -521,27 +492,12 @@ class Connection(asyncio.Protocol):
     _unread = 0
     """Bytes of answers that the budget knows of."""
 
-    def __init__(
-        self,
-        app: Accepts,
-        limits: Limits,
-        site: SiteCheck,
-        budget: AnswerBudget,
-        access: Access | None,
-        accepted: socket.socket,
-        turns: Turns,
-        connections: set[Connection],
-        closed: Callable[[], None],
-    ) -> None:
-        self.app = app
-        self.access = access
+    def __init__(self, listener: Listener, accepted: socket.socket) -> None:
+        self._listener = listener
         self._socket = accepted
-        self.turns = turns
-        self.limits = limits
-        self._site = site
-        self.budget = budget
-        self._connections = connections
-        self._closed = closed
+        self.app, self.access, self.turns = listener.app, listener.access, listener.turns
+        self.settings, self.budget = listener.settings, listener.budget
+        self._site = listener.site
         self.loop = asyncio.get_running_loop()
         self._time = self.loop.time
         self._queue: deque[RequestResponseCycle] = deque()
@@ -554,7 +510,7 @@ class Connection(asyncio.Protocol):
         """Start to count."""
         self.transport = transport
         transport.set_write_buffer_limits(UNCOUNTED_BYTES)
-        self._connections.add(self)
+        self._listener.connections.add(self)
         self.since = self._time()
         self.client = _endpoint(transport, "peername")
         self.endpoints = {
@@ -565,7 +521,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Notify who waits for this client."""
-        self._connections.discard(self)
+        self._listener.connections.discard(self)
         self.parser = None
         for cycle in (self.answering, self.reading, *self._queue):
             if cycle is not None:
@@ -573,7 +529,7 @@ class Connection(asyncio.Protocol):
                 cycle.log(cycle.status)
         self._queue.clear()
         self.resume_writing()
-        self._closed()
+        self._listener.resume()
 
     def data_received(self, data: bytes) -> None:
         """Parse, or put it off where this turn of the loop has no more time for clients."""
@@ -618,7 +574,7 @@ class Connection(asyncio.Protocol):
                     size = min(len(rest), missing)
                     try:
                         self._put(reading, rest[:size])
-                    except ServeError as error:
+                    except errors.ServeError as error:
                         self.refuse(error)
                 else:
                     size = SLICE_BYTES
@@ -651,17 +607,19 @@ class Connection(asyncio.Protocol):
             return
         except httptools.HttpParserError as error:
             cause = error.__context__
-            self.refuse(cause if isinstance(cause, ServeError) else BadMessage(str(error)))
+            self.refuse(
+                cause if isinstance(cause, errors.ServeError) else errors.BadMessage(str(error))
+            )
             return
         if self.phase == HEAD:
             self.head_bytes += len(data)
-            if self.head_bytes > self.limits.header_bytes:
+            if self.head_bytes > self.settings.max_header_bytes:
                 self._refuse_head()
         elif reading is not None and reading is self.reading and reading.is_chunked:
             reading.framing += len(data) - (reading.received - received)
             if reading.framing > FRAMING_BYTES + reading.received // 2:
                 self.refuse(
-                    BadMessage(
+                    errors.BadMessage(
                         f"{reading.framing} bytes of chunk sizes, extensions and trailers around "
                         f"{reading.received} bytes of body; send larger chunks"
                     )
@@ -669,9 +627,11 @@ class Connection(asyncio.Protocol):
 
     def _refuse_head(self) -> None:
         if len(self.url) > TARGET_BYTES:
-            self.refuse(TargetTooLong(TARGET_BYTES))
+            self.refuse(errors.TargetTooLong(TARGET_BYTES))
         else:
-            self.refuse(HeadTooLarge(f"{self.limits.header_bytes} bytes (max_header_bytes)"))
+            self.refuse(
+                errors.HeadTooLarge(f"{self.settings.max_header_bytes} bytes (max_header_bytes)")
+            )
 
     def _stay(self, rest: bytes | memoryview) -> None:
         """Go on with HTTP/1.1 where a client offers to change the protocol, as RFC 9110 allows.
@@ -692,7 +652,9 @@ class Connection(asyncio.Protocol):
     def on_message_begin(self) -> None:
         """Start a head."""
         if len(self._queue) >= PIPELINED:
-            raise BadMessage(f"more than {PIPELINED} requests before the answer to the first")
+            raise errors.BadMessage(
+                f"more than {PIPELINED} requests before the answer to the first"
+            )
         self.phase = HEAD
         self.since = self._time()
         self.url = b""
@@ -725,15 +687,8 @@ class Connection(asyncio.Protocol):
         self._check_head(version, method, fields)
         raw_path, query = self._split_target()
         path = raw_path.decode()
-        cycle = RequestResponseCycle(
-            self,
-            method,
-            unquote(path) if "%" in path else path,
-            raw_path,
-            query,
-            headers,
-            self._spelled,
-        )
+        decoded = unquote(path) if "%" in path else path
+        cycle = RequestResponseCycle(self, method, decoded, raw_path, query, headers, self._spelled)
         if version == "1.0" or not parser.should_keep_alive():
             cycle.keeps_alive = False
         if b"transfer-encoding" in fields:
@@ -753,10 +708,10 @@ class Connection(asyncio.Protocol):
         else:
             self._queue.append(cycle)
             self.pause_reading()
-        limit = self.limits.body_bytes
+        limit = self.settings.max_request_bytes
         cycle.length = int(fields.get(b"content-length", 0))
         if cycle.length > limit:
-            raise BodyTooLarge(limit)
+            raise errors.BodyTooLarge(limit)
         site = self._site
         if fields.get(b"host") not in site.known or b"origin" in fields or _FETCH_SITE in fields:
             site(method, fields, path)
@@ -782,22 +737,24 @@ class Connection(asyncio.Protocol):
         if len(fields) != len(headers) or b"host" not in fields:
             hosts = sum(name == b"host" for name, _ in headers)
             if hosts > 1 or (hosts == 0 and version == "1.1"):
-                raise BadMessage(f"{hosts} Host headers; HTTP/1.1 has exactly one")
+                raise errors.BadMessage(f"{hosts} Host headers; HTTP/1.1 has exactly one")
         if version != "1.1" and version != "1.0":
-            raise BadMessage(f"HTTP/{version} is not spoken here; send HTTP/1.1")
+            raise errors.BadMessage(f"HTTP/{version} is not spoken here; send HTTP/1.1")
         if method == "CONNECT":
-            raise BadMessage("CONNECT asks for a proxy; this server is none")
+            raise errors.BadMessage("CONNECT asks for a proxy; this server is none")
         coding = fields.get(b"transfer-encoding")
         if coding is not None and (version == "1.0" or coding.lower() != b"chunked"):
-            raise BadMessage("a Transfer-Encoding other than chunked, or under HTTP/1.0")
+            raise errors.BadMessage("a Transfer-Encoding other than chunked, or under HTTP/1.0")
         if len(headers) > HEADER_COUNT:
-            raise HeadTooLarge(f"{HEADER_COUNT} fields")
+            raise errors.HeadTooLarge(f"{HEADER_COUNT} fields")
         if len(self.url) > TARGET_BYTES:
-            raise TargetTooLong(TARGET_BYTES)
+            raise errors.TargetTooLong(TARGET_BYTES)
         if self.head_bytes:  # it came in several pieces
             size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in headers)
-            if size > self.limits.header_bytes:
-                raise HeadTooLarge(f"{self.limits.header_bytes} bytes (max_header_bytes)")
+            if size > self.settings.max_header_bytes:
+                raise errors.HeadTooLarge(
+                    f"{self.settings.max_header_bytes} bytes (max_header_bytes)"
+                )
 
     def _split_target(self) -> tuple[bytes, bytes]:
         """Return path, not decoded, and query of the target.
@@ -810,7 +767,9 @@ class Connection(asyncio.Protocol):
             try:
                 parsed = httptools.parse_url(url)
             except httptools.HttpParserError:
-                raise BadMessage("the target of the request is neither a path nor a URL") from None
+                raise errors.BadMessage(
+                    "the target of the request is neither a path nor a URL"
+                ) from None
             path = parsed.path or b"/"
             return (path if path.startswith(b"/") else b"/"), parsed.query or b""
         path, _, query = url.partition(b"?")
@@ -831,13 +790,8 @@ class Connection(asyncio.Protocol):
             self._end()
         elif cycle.is_refused and cycle.is_received and self.turns.must_hold():
             self._hold()
-        elif self._queue:
-            self.answering = self._queue.popleft()
-            self._begin(self.answering)
-        elif self._refusal is not None:
-            self._send_refusal(*self._refusal)
-        elif self._is_reading_paused:
-            self.resume_reading()
+        elif self._queue or self._refusal is not None or self._is_reading_paused:
+            self._go_on()
 
     def _hold(self) -> None:
         """Take nothing more from a client that asks for more than can be done."""
@@ -850,6 +804,10 @@ class Connection(asyncio.Protocol):
         if self.transport.is_closing():
             return
         self._is_held = False
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Begin with the next request, or read on."""
         if self._queue:
             self.answering = self._queue.popleft()
             self._begin(self.answering)
@@ -882,11 +840,9 @@ class Connection(asyncio.Protocol):
         self._refusal = None
         status, headers, body = self.app.refuse(error, cycle)
         logger.warning("%s: refused, %d: %s", self.client or "a client", status, error)
-        lines = [STATUS_LINES[status]]
-        for name, value in headers:
-            lines += (name, b": ", value, b"\r\n")
-        lines.append(b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body))
-        answer = b"".join((*lines, body))
+        head = write_head(status, [*headers, (b"content-length", b"%d" % len(body))], False)
+        assert head is not None, "no error of ours has a line break in a header"
+        answer = head + body
         self.written += len(answer)
         self.transport.write(answer)
         if cycle is not None:
@@ -921,7 +877,7 @@ class Connection(asyncio.Protocol):
 
     def check(self, now: float) -> None:
         """Close what its client has left alone, or feeds or empties too slowly."""
-        limits, transport = self.limits, self.transport
+        settings, transport = self.settings, self.transport
         if left := transport.get_write_buffer_size():
             if self._is_slow("answer", now, self.written - left):
                 logger.warning("%s: takes its answer too slowly", self.client or "a client")
@@ -933,22 +889,22 @@ class Connection(asyncio.Protocol):
             self.since = now
             self._pace.stop()
         elif self.phase == BODY and (reading := self.reading) is not None:
-            if reading.is_complete and now - self.since > limits.transfer_timeout_s:
+            if reading.is_complete and now - self.since > settings.transfer_timeout_s:
                 transport.abort()  # it still sends what was answered long ago
             elif self._is_slow(reading, now, reading.received):
-                self.refuse(RequestTooSlow("body", MIN_RATE, limits.transfer_timeout_s))
+                self.refuse(errors.RequestTooSlow("body", MIN_RATE, settings.transfer_timeout_s))
         elif self.phase == HEAD:
-            if now - self.since > limits.head_timeout_s:
-                self.refuse(RequestTooSlow("head", 0, limits.head_timeout_s))
+            if now - self.since > settings.head_timeout_s:
+                self.refuse(errors.RequestTooSlow("head", 0, settings.head_timeout_s))
         elif self.phase == ENDING:
             if not self.is_busy and now - self.since > LINGER_S:
                 transport.abort()
-        elif not self.is_busy and now - self.since > limits.keep_alive_s:
+        elif not self.is_busy and now - self.since > settings.keep_alive_s:
             transport.close()
 
     def _is_slow(self, what: object, now: float, progress: int) -> bool:
         is_short = what == "answer" and bool(self._unread) and self.budget.is_short
-        return self._pace.is_slow(what, now, progress, self.limits.transfer_timeout_s, is_short)
+        return self._pace.is_slow(what, now, progress, self.settings.transfer_timeout_s, is_short)
 
     # -- back-pressure ---------------------------------------------------------------------------
 

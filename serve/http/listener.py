@@ -23,11 +23,11 @@ import psutil
 
 from modelyard.serve.dataplane.budget import AnswerBudget
 from modelyard.serve.errors import StartError
-from modelyard.serve.http.connection import HAS_PARSER, Accepts, Access, Connection, Limits
+from modelyard.serve.http.connection import HAS_PARSER, Accepts, Access, Connection
 from modelyard.serve.http.site import SiteCheck
 from modelyard.serve.http.tls import TlsContext
 from modelyard.serve.http.turns import Turns
-from modelyard.serve.settings import Address
+from modelyard.serve.settings import Address, Settings
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class Listener:
     Args:
         app: the application that answers.
         address: where to listen.
-        limits: limits of its connections.
+        settings: settings of the server; None takes those of every default.
         tls: returns certificate and key for the next client, of an address that asks for TLS.
         access: called with each answer, for an access log.
         site: site whose requests are refused; None decides by the address.
@@ -97,7 +97,7 @@ class Listener:
         self,
         app: Accepts,
         address: Address,
-        limits: Limits = Limits(),  # noqa: B008 - frozen
+        settings: Settings | None = None,
         tls: Tls | None = None,
         access: Access | None = None,
         site: SiteCheck | None = None,
@@ -115,16 +115,16 @@ class Listener:
             self._socket, self.address = bind(address)
         else:
             self._socket, self.address = listening, address
-        self._app = app
-        self._limits = limits
+        self.app = app
+        self.settings = settings or Settings()
         self._tls = tls if address.is_tls else None
-        self._access = access
-        self._site = site or SiteCheck(self.address)
-        self._budget = budget or AnswerBudget()
+        self.access = access
+        self.site = site or SiteCheck(self.address)
+        self.budget = budget or AnswerBudget()
         self._spares_descriptors = spares_descriptors
-        self._connections: set[Connection] = set()
+        self.connections: set[Connection] = set()
         self._opening: set[asyncio.Task[None]] = set()
-        self._room = limits.connections
+        self._room = self.settings.max_connections
         """Connections that there may be: fewer than the limit once descriptors run short."""
         self._look_again_at = 0.0
         self._is_accepting = False
@@ -145,16 +145,17 @@ class Listener:
     def _sweep(self) -> None:
         """Close what is idle or slow for long, now and then."""
         now = self._loop.time()
-        for connection in tuple(self._connections):
+        for connection in tuple(self.connections):
             connection.check(now)
         if self._count < self._room // 2:
-            self._room = self._limits.connections
-        self._resume()
+            self._room = self.settings.max_connections
+        self.resume()
         self._sweeper = self._loop.call_later(SWEEP_S, self._sweep)
 
     # -- accepting -------------------------------------------------------------------------------
 
-    def _resume(self) -> None:
+    def resume(self) -> None:
+        """Accept again, after a pause; called when a connection has ended, too."""
         if not self._is_accepting and not self._is_stopping:
             self._is_accepting = True
             self._loop.add_reader(self._socket.fileno(), self._accept)
@@ -191,23 +192,23 @@ class Listener:
 
     @property
     def _count(self) -> int:
-        return len(self._connections) + len(self._opening)
+        return len(self.connections) + len(self._opening)
 
     def _make_room(self) -> None:
         """Close those without a request for longest, at least a 64th of all, and wait for it."""
         self._pause()
         now = self._loop.time()
         if now < self._look_again_at:
-            self._loop.call_later(self._look_again_at - now, self._resume)
+            self._loop.call_later(self._look_again_at - now, self.resume)
             return
         self._look_again_at = now + LOOK_S * self._count
         stale = now - FRESH_S
-        idle = [c for c in self._connections if c.since < stale and c.is_idle]
+        idle = [c for c in self.connections if c.since < stale and c.is_idle]
         share = max(1, self._count // 64, self._count - self._room + 1)
         for connection in heapq.nsmallest(share, idle, key=lambda connection: connection.since):
             connection.transport.close()
         if not idle:
-            self._loop.call_later(FRESH_S, self._resume)
+            self._loop.call_later(FRESH_S, self.resume)
 
     def _open(self, accepted: socket.socket) -> None:
         task = self._loop.create_task(self._adopt(accepted))
@@ -215,10 +216,10 @@ class Listener:
         task.add_done_callback(self._opening.discard)
 
     async def _adopt(self, accepted: socket.socket) -> None:
-        timeout_s = self._limits.head_timeout_s if self._tls else None
+        timeout_s = self.settings.head_timeout_s if self._tls else None
         try:
             await self._loop.connect_accepted_socket(
-                partial(self._connect, accepted),
+                partial(Connection, self, accepted),
                 accepted,
                 ssl=self._tls() if self._tls else None,
                 ssl_handshake_timeout=timeout_s,
@@ -226,28 +227,12 @@ class Listener:
         except OSError as error:
             logger.info("%s: a connection failed: %s", self.url, error)
             accepted.close()
-            self._resume()
-
-    def _connect(self, accepted: socket.socket) -> Connection:
-        return Connection(
-            self._app,
-            self._limits,
-            self._site,
-            self._budget,
-            self._access,
-            accepted,
-            self.turns,
-            self._connections,
-            self._resume,
-        )
+            self.resume()
 
     # -- the end ---------------------------------------------------------------------------------
 
     def abandon(self) -> None:
-        """Release the address without having accepted anything."""
-        self._close_socket()
-
-    def _close_socket(self) -> None:
+        """Release the address."""
         self._socket.close()
         if self.address.path is not None:
             self.address.path.unlink(missing_ok=True)
@@ -265,20 +250,20 @@ class Listener:
                     self._open(self._socket.accept()[0])
                 except OSError:
                     break
-            self._close_socket()
+            self.abandon()
         if self._opening:
             await asyncio.wait(self._opening, timeout=QUIET_S)
 
     @property
     def busy_count(self) -> int:
         """Connections with a request in progress."""
-        return sum(connection.is_busy for connection in self._connections)
+        return sum(connection.is_busy for connection in self.connections)
 
     def close_idle(self, quiet_s: float = QUIET_S) -> int:
         """Close the connections that are neither busy nor just used; return how many remain."""
         now = asyncio.get_running_loop().time()
         remain = 0
-        for connection in tuple(self._connections):
+        for connection in tuple(self.connections):
             if connection.is_busy or now - connection.since < quiet_s:
                 remain += 1
             else:

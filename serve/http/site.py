@@ -9,6 +9,7 @@ Host, Origin and Sec-Fetch-Site. Programs send the first of them only.
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Collection, Mapping
 
 from modelyard.serve.errors import Forbidden
@@ -21,6 +22,7 @@ KNOWN = 64
 """Values of Host that are kept once they have passed: clients of a server send few."""
 SHOWN = 200
 
+Headers = list[tuple[bytes, bytes]]
 Fields = Mapping[bytes, bytes]
 """The headers of a request, names in lower case."""
 
@@ -130,3 +132,57 @@ def _name(host: bytes) -> str:
 
 def _shown(value: bytes) -> str:
     return ascii(value[:SHOWN].decode("latin-1"))
+
+
+# -- pages of elsewhere: https://fetch.spec.whatwg.org ------------------------------------------
+
+METHODS = b"GET, HEAD, POST, PUT, DELETE"
+MAX_AGE_S = 600
+EXPOSED = (
+    b"x-request-id, x-model-version, x-cache, etag, retry-after, inference-header-content-length"
+)
+"""What a page may read of an answer's headers, beside those that it may always read."""
+_NAMES = re.compile(rb"[A-Za-z0-9-]+(?:[ ,]+[A-Za-z0-9-]+)*")
+
+
+class Cors:
+    """Tells browsers which pages may read an answer.
+
+    Args:
+        origins: origins of the pages, in lower case; ANY allows all.
+    """
+
+    def __init__(self, origins: Collection[str]) -> None:
+        self._origins = frozenset(origin.encode("latin-1") for origin in origins)
+        self._is_open = ANY in origins
+
+    def headers(self, headers: Headers) -> Headers:
+        """Return what is added to the answer to a request with these headers."""
+        origin = next((value for name, value in headers if name == b"origin"), None)
+        if origin is None:
+            return []
+        exposed = (b"access-control-expose-headers", EXPOSED)
+        if self._is_open:
+            return [(b"access-control-allow-origin", b"*"), exposed]
+        if origin.lower() not in self._origins:
+            return []
+        return [(b"access-control-allow-origin", origin), (b"vary", b"origin"), exposed]
+
+    def preflight(self, method: str, headers: Headers) -> Headers | None:
+        """Return the answer to a browser that asks before a page's request; None to all others.
+
+        It carries no token, whatever the request that it asks for will carry.
+        """
+        if method != "OPTIONS" or not self.headers(headers):
+            return None
+        fields = dict(headers)
+        if b"access-control-request-method" not in fields:
+            return None
+        found = [
+            (b"access-control-allow-methods", METHODS),
+            (b"access-control-max-age", b"%d" % MAX_AGE_S),
+        ]
+        names = fields.get(b"access-control-request-headers", b"")
+        if _NAMES.fullmatch(names):  # whom we trust may send what it likes
+            found.append((b"access-control-allow-headers", names))
+        return found

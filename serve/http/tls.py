@@ -12,6 +12,7 @@ from datetime import UTC, datetime, timedelta
 from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
+from typing import Any
 
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -81,23 +82,17 @@ def tls_context(
     return context
 
 
-def watched_tls(
-    hosts: Iterable[str],
-    certificate_file: Path | None = None,
-    private_key_file: Path | None = None,
-    keystore: Path | None = None,
-    keystore_pass: str = "",
-) -> Callable[[], TlsContext]:
+def watched_tls(hosts: Iterable[str], *material: Any) -> Callable[[], TlsContext]:
     """Return what returns the context for the next client: of files, as they are by now.
+
+    Args:
+        material: further arguments of `tls_context`.
 
     Raises:
         StartError: as `tls_context`; later on the certificate stays, and the log says why.
     """
-    files = [file for file in (certificate_file, private_key_file, keystore) if file is not None]
-    read = partial(
-        tls_context, tuple(hosts), certificate_file, private_key_file, keystore, keystore_pass
-    )
-    return Watched(files, read).get
+    files = [each for each in material if isinstance(each, Path)]
+    return Watched(files, partial(tls_context, tuple(hosts), *material)).get
 
 
 def _from_keystore(keystore: Path, password: str) -> Sequence[bytes]:

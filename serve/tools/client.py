@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from modelyard.serve.control.state import StateDir, read_key
 from modelyard.serve.errors import ServeError, StartError, WrongUsage
+
+if TYPE_CHECKING:
+    from modelyard_client.retries import Answer
 
 TIMEOUT_S = 600.0
 MOST_CERTIFICATE_BYTES = 1 << 20
@@ -23,17 +25,6 @@ class Endpoint:
     token: str | None = None
     tls: ssl.SSLContext | None = None
     """Whom to trust, where the URL starts with https."""
-
-
-class Answer(NamedTuple):
-    """An HTTP answer with status 200 to 299."""
-
-    content_type: str
-    body: bytes
-
-    def json(self) -> Any:
-        """Return the parsed body."""
-        return json.loads(self.body)
 
 
 class RequestFailed(ServeError):
@@ -109,7 +100,7 @@ def call(
     body: bytes | None = None,
     headers: dict[str, str] | None = None,
 ) -> Answer:
-    """Send one request.
+    """Send one request, and return its answer of status 200 to 299.
 
     Args:
         query: parameters; those that are None are left out.
@@ -124,7 +115,7 @@ def call(
     request = http.Request(method, path, given, headers or {}, body or b"")
     try:
         with http.Client(at.url, token=at.token, ca=at.tls, trust_env=False) as client:
-            answer = client.run(http.Retries(attempts=1, timeout_s=TIMEOUT_S).send(request))
+            return client.run(http.Retries(attempts=1, timeout_s=TIMEOUT_S).send(request))
     except http.NotTrusted as error:
         raise StartError(f"{error}; --ca FILE names whom to trust") from error
     except http.NoAnswer as error:
@@ -133,4 +124,3 @@ def call(
         raise RequestFailed(str(error)) from error
     except (http.BadAnswer, ValueError) as error:
         raise StartError(str(error)) from error
-    return Answer(answer.headers.get("content-type", ""), answer.body)

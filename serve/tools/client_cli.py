@@ -1,6 +1,7 @@
 """The commands `modelyard predict` and `modelyard explain`, which call a running server."""
 
 import inspect
+import json
 import mimetypes
 import sys
 from collections.abc import Callable, Iterator
@@ -20,7 +21,9 @@ from modelyard.serve.cli import asks
 from modelyard.serve.errors import StartError
 
 if TYPE_CHECKING:
-    from modelyard.serve.tools.client import Answer, Endpoint
+    from modelyard_client.retries import Answer
+
+    from modelyard.serve.tools.client import Endpoint
 
 predict_app = typer.Typer(add_completion=False)
 explain_app = typer.Typer(add_completion=False)
@@ -129,16 +132,20 @@ def _ask(
 
 
 def _print_answer(answer: "Answer") -> None:
-    if answer.content_type.startswith("application/json"):
+    if answer.content_type == "application/json":
         out.print_json(answer.body.decode())
     else:
         sys.stdout.buffer.write(answer.body)
         sys.stdout.buffer.flush()
 
 
+def _json_of(answer: "Answer") -> Any:
+    return json.loads(answer.body) if answer.content_type == "application/json" else None
+
+
 def _print_labels(answer: "Answer") -> bool:
     """Print label → probability as bars; return whether the answer is of that form."""
-    scores = answer.json() if answer.content_type.startswith("application/json") else None
+    scores = _json_of(answer)
     if not isinstance(scores, dict) or not scores:
         return False
     if not all(isinstance(value, float) and 0 <= value <= 1 for value in scores.values()):
@@ -152,7 +159,7 @@ def _print_labels(answer: "Answer") -> bool:
 
 def _print_explanation(answer: "Answer") -> bool:
     """Print what explanations say of themselves; return whether the answer holds any."""
-    content = answer.json() if answer.content_type.startswith("application/json") else None
+    content = _json_of(answer)
     if not isinstance(content, dict):
         return False
     explanations = content.get("explanations", [content])

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import subprocess
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from modelyard.base.exits import describe_exit
+from modelyard.serve.control.state import StateDir, describe_running
 from modelyard.serve.errors import StartError
 
 if TYPE_CHECKING:
@@ -47,12 +51,7 @@ class Server:
     def __enter__(self) -> Server:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.stop()
 
     def client(self, **options: Any) -> Client:
@@ -63,7 +62,6 @@ class Server:
         """
         from modelyard_client import Client
 
-        from modelyard.serve.control.state import StateDir
         from modelyard.serve.tools.client import find_endpoint
 
         at = find_endpoint("inference", StateDir(self._settings.state_dir))
@@ -124,22 +122,23 @@ def serve(
             is the model store.
         model_store: folder of the archives.
         config: YAML file with any of the settings of docs/settings.md.
-        host: address; 127.0.0.1.
-        port: port of the inference API; 8080. 0 lets the system choose, as for the other two.
-        management_port: 8081.
-        metrics_port: 8082.
-        grpc_port: port of gRPC, with the extra grpc; none.
-        device: auto, cpu or cuda[:N].
-        workers: per model; by cores.
+        host: address; default 127.0.0.1.
+        port: port of the inference API; default 8080. 0 lets the system choose, as for the
+            other two.
+        management_port: port of the management API; default 8081.
+        metrics_port: port of the metrics API; default 8082.
+        grpc_port: port of gRPC, with the extra grpc; default none.
+        device: device of the models: auto, cpu or cuda[:N].
+        workers: workers per model; default by cores.
         auth: tokens: auto (off on loopback), always, never.
         tls_cert: certificate (PEM); all three APIs then speak TLS.
-        tls_key: its private key (PEM).
+        tls_key: private key of the certificate (PEM).
         token_file: tokens that stay, as `modelyard token new` writes them.
-        insecure: allow `auth="never"` on an address that others reach.
+        insecure: allow auth never on an address that others reach.
         access_log: write a line for each request.
         log_format: format of all logs: text or json.
-        log_level: debug, info, warning or error.
-        explain_share: share of the predictions, those explained in the background.
+        log_level: least level of what is logged: debug, info, warning or error; default info.
+        explain_share: share of the predictions that are explained in the background; default 0.
         trusted_keys: file of public keys whose signatures are accepted.
         require_signature: serve only what a trusted key signed.
         require_proven: serve only what was proven on these versions.
@@ -152,9 +151,7 @@ def serve(
         StartError: a setting is wrong, a server runs already, or the server's own reason.
     """
     given = locals()
-    from modelyard.serve.control.state import StateDir, describe_running
     from modelyard.serve.settings import load_settings, unknown_variables
-    from modelyard.serve.start import start_detached
 
     del given["config"]
     stores = {model.parent.absolute() for model in models if isinstance(model, Path)}
@@ -169,9 +166,64 @@ def serve(
     for notice in unknown_variables():
         logger.warning("%s", notice)
     state = StateDir(settings.state_dir)
-    if (running := state.running()) is not None:
-        raise StartError(describe_running(running))
     process, about = start_detached(settings, state, lambda model, text: None)
     for warning in about["warnings"]:
         logger.warning("%s", warning)
     return Server(process, about, settings)
+
+
+SERVER = ("-m", "modelyard.serve.server")
+
+
+def start_detached(
+    settings: Settings,
+    state: StateDir,
+    on_loading: Callable[[str, str], None],
+    program: Sequence[str] = SERVER,
+) -> tuple[subprocess.Popen[str], dict[str, Any]]:
+    """Start a server in a session of its own; return it, and what it says of itself when ready.
+
+    Args:
+        on_loading: called with a model's name and what happens to it.
+        program: what the interpreter runs.
+
+    Raises:
+        StartError: a server runs already; the server's own words, or where its log is.
+    """
+    if (running := state.running()) is not None:
+        raise StartError(describe_running(running))
+    try:
+        state.create()
+        log = state.log_file.open("ab")
+    except OSError as error:
+        raise StartError(state.why_unusable(error)) from error
+    with log:
+        process = subprocess.Popen(
+            [sys.executable, "-P", *program],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            cwd=state.root,
+            start_new_session=True,
+            text=True,
+        )
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        process.stdin.write(settings.model_dump_json())
+        process.stdin.close()
+        for line in process.stdout:
+            event = json.loads(line)
+            if event["event"] == "ready":
+                return process, dict(event)
+            if event["event"] == "error":
+                raise StartError(event["message"])
+            if event["event"] == "loading":
+                on_loading(event["model"], event["text"])
+    except (KeyboardInterrupt, BrokenPipeError):
+        process.terminate()
+        process.wait()
+        raise
+    finally:
+        process.stdout.close()
+    ended = describe_exit(process.wait())
+    raise StartError(f"the server ended with {ended}; its log is {state.log_file}")

@@ -28,7 +28,7 @@ def ask(at: "Endpoint", method: str, path: str, query: dict[str, Any] | None = N
     """Return what the management API answers to a request."""
     from modelyard.serve.tools.client import call
 
-    return call(at, method, path, query=query).json()
+    return json.loads(call(at, method, path, query=query).body)
 
 
 def _path(model: str) -> str:

@@ -104,19 +104,12 @@ def remove(
             raise StartError(
                 f"{file} has no token {name!r}; `modelyard token list {file}` shows them"
             )
-        left = count - 1 if keep_last else count
+        removed = count - keep_last
 
         def without(lines: list[str]) -> list[str]:
-            nonlocal left
-            kept = []
-            for line in lines:
-                if line.split()[:1] == [name] and left:
-                    left -= 1
-                else:
-                    kept.append(line)
-            return kept
+            places = [at for at, line in enumerate(lines) if line.split()[:1] == [name]][:removed]
+            return [line for at, line in enumerate(lines) if at not in places]
 
-        removed = left
         _rewrite(file, without)
     out.print(f"removed {removed} of {count} from {file}", soft_wrap=True)
 

@@ -8,18 +8,43 @@ import resource
 import signal
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from modelyard.serve.walls import calls, landlock, places
-from modelyard.serve.walls.kernel import (
-    PR_CAP_AMBIENT,
-    PR_SET_KEEPCAPS,
-    PR_SET_NO_NEW_PRIVS,
-    PR_SET_PDEATHSIG,
-    capset,
-    prctl,
-)
-from modelyard.serve.walls.plan import Walls
+from modelyard.serve.walls import calls, kernel, landlock, places
+
+
+@dataclass(frozen=True)
+class Walls:
+    """Part of the LOAD message."""
+
+    has_network: bool
+    """Whether sockets may be made."""
+    has_files: bool = False
+    """Whether files are left as they are: the next three mean nothing then."""
+    reads: tuple[str, ...] = ()
+    """Folders and files that may be read."""
+    writes: tuple[str, ...] = ()
+    """What may be read and written."""
+    devices: tuple[str, ...] = ()
+    """Device files that may be used."""
+    uid: int | None = None
+    """User and group of the processes; None leaves them the server's."""
+    groups: tuple[int, ...] = ()
+    """Further groups of that user."""
+    capability: int | None = None
+    """What that user keeps."""
+
+    @classmethod
+    def of_message(cls, message: dict[str, Any]) -> Walls:
+        """Return what `asdict` and JSON have made of one."""
+        known: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value
+            for key, value in message.items()
+        }
+        return cls(**known)
+
 
 MOST_FILES = 1 << 16
 MOST_PROCESSES = 1 << 13
@@ -35,7 +60,7 @@ def die_with_parent(parent: int | None = None) -> None:
         parent: its process id, where that was read before.
     """
     parent = parent or os.getppid()
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the line above
         sys.exit(1)
 
@@ -55,7 +80,7 @@ def raise_walls(walls: Walls) -> None:
         raise OSError(f"{threads} threads run where there must be one")
     _set_limits(walls)
     _drop_privileges(walls)
-    prctl(PR_SET_NO_NEW_PRIVS, 1)  # `exec` brings no capability back
+    kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)  # `exec` brings no capability back
     if landlock.version():
         landlock.restrict(None if walls.has_files else _rules(walls))
     if calls.is_supported():
@@ -86,13 +111,13 @@ def _drop_privileges(walls: Walls) -> None:
     """Drop every capability but one, and become another user where there is one."""
     parent = os.getppid()
     if walls.uid is not None:
-        prctl(PR_SET_KEEPCAPS, 1)
+        kernel.prctl(kernel.PR_SET_KEEPCAPS, 1)
         os.setgroups(walls.groups)
         os.setresgid(walls.uid, walls.uid, walls.uid)
         os.setresuid(walls.uid, walls.uid, walls.uid)
         die_with_parent(parent)  # who becomes another user is untied from its parent
-    capset(0 if walls.capability is None else 1 << walls.capability)
+    kernel.capset(0 if walls.capability is None else 1 << walls.capability)
     with contextlib.suppress(OSError):  # a kernel before 4.3 has none
-        prctl(PR_CAP_AMBIENT, _CLEAR_AMBIENT)
+        kernel.prctl(kernel.PR_CAP_AMBIENT, _CLEAR_AMBIENT)
         if walls.capability is not None:
-            prctl(PR_CAP_AMBIENT, _RAISE_AMBIENT, walls.capability)
+            kernel.prctl(kernel.PR_CAP_AMBIENT, _RAISE_AMBIENT, walls.capability)

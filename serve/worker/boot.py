@@ -27,8 +27,7 @@ from typing import Any
 from modelyard.handlers.ranges import mark_ranges
 from modelyard.serve.dataplane import wire
 from modelyard.serve.walls.kernel import PR_SET_CHILD_SUBREAPER, prctl
-from modelyard.serve.walls.plan import Walls
-from modelyard.serve.walls.raising import raise_walls
+from modelyard.serve.walls.raising import Walls, raise_walls
 from modelyard.serve.worker import load, loop, steps
 from modelyard.serve.worker.codec import MOST_SAID, is_out_of_memory
 from modelyard.serve.worker.dialect import find_dialect

@@ -475,15 +475,10 @@ class Rules:
     time_metric: str | None = None
     """The metric that reports how long each call of the handler took."""
 
-    def refuse(self, error: BaseException, request_id: str) -> Answer:
-        """Return the answer to a request on which the handler failed."""
-        return self._answer(self.explain_error(error), request_id)
-
-    def refuse_undecodable(self, error: BaseException, request_id: str) -> Answer:
-        """Return the answer to a request that no handler saw."""
-        return self._answer(self.explain_undecodable(error), request_id)
-
-    def _answer(self, refusal: Refusal, request_id: str) -> Answer:
+    def refuse(self, error: BaseException, request_id: str, was_read: bool = True) -> Answer:
+        """Return the answer to a request on which the handler failed, or that no handler saw."""
+        explain = self.explain_error if was_read else self.explain_undecodable
+        refusal = explain(error)
         refusal = refusal._replace(message=refusal.message[:MOST_SAID])
         body = self.write_error(refusal, request_id)
         return Answer(refusal.code, {"content-type": JSON}, body)

@@ -14,8 +14,7 @@ import logging
 import os
 import socket
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -27,21 +26,7 @@ from modelyard.handlers.ranges import span
 from modelyard.serve.dataplane import wire
 from modelyard.serve.dataplane.heap import keep_freed
 from modelyard.serve.dataplane.lengths import CALL_BYTES, take_batch
-from modelyard.serve.worker.codec import (
-    BYTES,
-    JSON,
-    TEXT,
-    UNREAD,
-    Answer,
-    NotFinite,
-    Request,
-    Rules,
-    answer_instances,
-    answer_output,
-    check_outputs,
-    compressed,
-    text_of,
-)  # fmt: skip
+from modelyard.serve.worker import codec
 from modelyard.serve.worker.load import Service
 
 logger = logging.getLogger(__name__)
@@ -52,7 +37,10 @@ MAX_BODY = 0xFFFFFFFF
 KEPT_BYTES = 16 << 20
 """Freed memory that is kept for the next bodies and answers."""
 
-_PACKED = {name: wire.pack_meta([b"content-type", name.encode()]) for name in (JSON, TEXT, BYTES)}
+_PACKED = {
+    name: wire.pack_meta([b"content-type", name.encode()])
+    for name in (codec.JSON, codec.TEXT, codec.BYTES)
+}
 
 STREAMED = {"ts_stream_next": "true"}
 """Headers of the first chunk of a streamed answer, by which clients know it."""
@@ -173,7 +161,7 @@ class Sender:
         self._reader = reader
         self._context = service.context
         self._rules = service.rules
-        self._requests: Sequence[Request] = ()
+        self._requests: Sequence[codec.Request] = ()
         self._began_us = 0
         self._handler_us: dict[int, int] = {}
         """Job of this batch → how long the handler's last call took that had it."""
@@ -182,7 +170,7 @@ class Sender:
         self._kept: dict[int, list[Any]] = {}
         """Chunks of instances by their place, whose answers are one with others."""
 
-    def begin(self, requests: Sequence[Request]) -> None:
+    def begin(self, requests: Sequence[codec.Request]) -> None:
         """Take note of whom the next chunks are for, and of the time."""
         self._requests = requests
         self._kept.clear()
@@ -201,7 +189,7 @@ class Sender:
         if all(map(self.has_left, self._requests)):
             raise ClientsLeft
 
-    def has_left(self, request: Request) -> bool:
+    def has_left(self, request: codec.Request) -> bool:
         """Return whether nobody waits for the answer to this request any more."""
         return request.id in self._reader.cancelled
 
@@ -222,14 +210,14 @@ class Sender:
             if request.has_instances:
                 self._kept.setdefault(at, []).append(values[at])
                 continue
-            answer = answer_output(self._context, at, values[at], self._rules)
+            answer = codec.answer_output(self._context, at, values[at], self._rules)
             headers = {} if self.has_sent else {**answer.headers, **STREAMED}
             frame.add(request.id, answer.status, wire.MORE, pack_headers(headers), [answer.body])
         if len(frame):
             self._reader.send(frame)
             self.has_sent = True
 
-    def has_sent_to(self, request: Request) -> bool:
+    def has_sent_to(self, request: codec.Request) -> bool:
         """Return whether a request's client has a chunk of this call's."""
         return self.has_sent and not request.has_instances
 
@@ -243,7 +231,7 @@ class Sender:
         self,
         batch: Sequence[wire.Item],
         began_us: int,
-        answers: Sequence[Answer],
+        answers: Sequence[codec.Answer],
         batch_us: int,
     ) -> None:
         """Send the answers of a batch, one per item, and what its handler measured.
@@ -321,7 +309,7 @@ def _encode_records(records: Sequence[object]) -> Iterator[bytes]:
             yield from _encode_records(part[middle:])
 
 
-_encode_metrics = json.JSONEncoder(default=text_of).encode
+_encode_metrics = json.JSONEncoder(default=codec.text_of).encode
 
 
 def pack_headers(headers: dict[str, str]) -> bytes:
@@ -335,7 +323,7 @@ def pack_headers(headers: dict[str, str]) -> bytes:
 
 def answer_batch(
     service: Service, batch: Sequence[wire.Item], sender: Sender | None = None
-) -> list[Answer]:
+) -> list[codec.Answer]:
     """Return one answer per item, whatever happens.
 
     A request whose body cannot be decoded is answered by itself. When the handler fails on several
@@ -349,25 +337,25 @@ def answer_batch(
     """
     if batch[0].flags & wire.GOLDEN:
         return [service.replay() for _ in batch]
-    answers: dict[int, Answer] = {}
+    answers: dict[int, codec.Answer] = {}
     requests = []
     for item in batch:
-        request = Request(item)
+        request = codec.Request(item)
         if sender is not None and sender.has_left(request):
-            answers[item.id] = UNREAD
+            answers[item.id] = codec.UNREAD
             continue
         try:
             request.decode(item.body, service.rules.read_json)
         except Exception as error:
-            answers[item.id] = service.rules.refuse_undecodable(error, request.request_id)
+            answers[item.id] = service.rules.refuse(error, request.request_id, was_read=False)
         else:
             requests.append(request)
     if requests:
         flags = batch[0].flags
-        answered = _call(service, _choose_entry(service, flags), requests, sender)
+        answered = _Calls(service, _choose_entry(service, flags), sender).answer(requests)
         has_sent = sender is not None and sender.has_sent
         if flags & wire.EXPLAIN and service.rules.compresses and not has_sent:
-            answered = list(map(compressed, answered, requests))
+            answered = list(map(codec.compressed, answered, requests))
         for request, answer in zip(requests, answered, strict=True):
             answers[request.id] = answer
     return [answers[item.id] for item in batch]
@@ -383,159 +371,126 @@ def _choose_entry(service: Service, flags: int) -> Entry:
     return service.predict
 
 
-def _call(
-    service: Service, entry: Entry, requests: list[Request], sender: Sender | None
-) -> list[Answer]:
-    """Run the handler on these requests, and on each alone when that fails."""
-    if any(request.has_instances for request in requests):
-        return _call_instances(service, entry, requests, sender)
-    try:
-        outputs = _run(service, entry, [request.row for request in requests], requests, sender)
-    except BaseException as error:
-        return _answer_failure(service, entry, error, requests, sender)
-    return _answer_outputs(service, outputs, requests, sender)
+class _Calls:
+    """The calls of a handler that answer one batch, and what becomes of those that fail."""
 
+    def __init__(self, service: Service, entry: Entry, sender: Sender | None) -> None:
+        self._service = service
+        self._entry = entry
+        self._sender = sender
 
-def _call_instances(
-    service: Service, entry: Entry, requests: list[Request], sender: Sender | None
-) -> list[Answer]:
-    """Run the handler on requests of which some have several rows, at most a batch of them each."""
-    rows = [row for request in requests for row in request.rows]
-    size = service.batch_size
-    if len(requests) > 1 and len(rows) > size:  # the server has seen fewer
-        return [_call(service, entry, [one], sender)[0] for one in requests]
-    owners = [request for request in requests for _ in request.rows]
-    outputs: list[Any] = []
-    statuses: list[int] = []
-    try:
-        for start in range(0, len(rows), size):
-            part = slice(start, start + size)
-            outputs += _run(service, entry, rows[part], owners[part], sender)
-            statuses += _statuses(service.context, len(outputs) - start)
-    except BaseException as error:
-        return _answer_failure(service, entry, error, requests, sender)
-    answers = []
-    at = 0
-    for request in requests:
-        own = slice(at, at + len(request.rows))
-        if request.has_instances:
-            write = partial(
-                answer_instances, outputs[own], statuses[own], request.is_explained, service.rules
-            )
-        else:
-            write = partial(answer_output, service.context, at, outputs[at], service.rules)
-        answers.append(_written(service, write, request, sender))
-        at = own.stop
-    return answers
+    def answer(self, requests: list[codec.Request]) -> list[codec.Answer]:
+        """Run the handler on these requests, and on each alone when that fails.
 
+        Some may have several rows; a call has a batch of them at most.
+        """
+        rows = [row for request in requests for row in request.rows]
+        size = len(rows)
+        if has_several := any(request.has_instances for request in requests):
+            size = self._service.batch_size
+            if len(requests) > 1 and len(rows) > size:  # the server has seen fewer
+                return [self.answer([one])[0] for one in requests]
+        owners = [request for request in requests for _ in request.rows]
+        outputs: list[Any] = []
+        statuses: list[int] = []
+        try:
+            for start in range(0, len(rows), size):
+                part = slice(start, start + size)
+                outputs += self._run(rows[part], owners[part])
+                if has_several:
+                    statuses += _statuses(self._service.context, len(outputs) - start)
+        except BaseException as error:
+            return self._answer_failure(error, requests)
+        answers, at = [], 0
+        for request in requests:
+            own = slice(at, at + len(request.rows))
+            answers.append(self._write(request, at, outputs[own], statuses[own]))
+            at = own.stop
+        return answers
 
-def _run(
-    service: Service,
-    entry: Entry,
-    rows: list[dict[str, Any]],
-    owners: Sequence[Request],
-    sender: Sender | None,
-) -> list[Any]:
-    """Return what the handler answers to rows, each of which is of a request.
+    def _run(self, rows: list[dict[str, Any]], owners: Sequence[codec.Request]) -> list[Any]:
+        """Return what the handler answers to rows, each of which is of a request.
 
-    Raises:
-        BaseException: of an author's code.
-    """
-    context = service.context
-    context.reset(
-        request_ids=[request.request_id for request in owners],
-        headers=lambda: [request.headers for request in owners],
-        queries=[request.query for request in owners],
-    )
-    if sender is not None:
-        sender.begin(owners)
-    began = perf_counter()
-    try:
-        outputs = entry(rows, context)
-    finally:
+        Raises:
+            BaseException: of an author's code.
+        """
+        context, sender = self._service.context, self._sender
+        context.reset(
+            request_ids=[request.request_id for request in owners],
+            headers=lambda: [request.headers for request in owners],
+            queries=[request.query for request in owners],
+        )
         if sender is not None:
-            sender.end()
-    outputs = check_outputs(outputs, len(rows))
-    if (metric := service.rules.time_metric) and context.metrics is not None:
-        context.metrics.add_time(metric, round((perf_counter() - began) * 1000, 2))
-    return outputs if sender is None else sender.with_kept(outputs)
+            sender.begin(owners)
+        began = perf_counter()
+        try:
+            outputs = self._entry(rows, context)
+        finally:
+            if sender is not None:
+                sender.end()
+        outputs = codec.check_outputs(outputs, len(rows))
+        if (metric := self._service.rules.time_metric) and context.metrics is not None:
+            context.metrics.add_time(metric, round((perf_counter() - began) * 1000, 2))
+        return outputs if sender is None else sender.with_kept(outputs)
+
+    def _answer_failure(
+        self, error: BaseException, requests: list[codec.Request]
+    ) -> list[codec.Answer]:
+        """Answer requests on which the handler failed together, by running each alone.
+
+        Raises:
+            RuntimeError: the device cannot be used any more. That ends this process: the server
+                starts another one, which gets the requests one by one, and only the bad one will be
+                lost.
+        """
+        finish_device(self._service)
+        rules = self._service.rules
+        if self._sender is not None and self._sender.has_sent:
+            return [self._break(error, request) for request in requests]
+        if isinstance(error, ClientsLeft):
+            return [codec.UNREAD] * len(requests)
+        if rules.ends_worker(error):
+            raise error
+        if len(requests) > 1 and not rules.fails_together(error):
+            # As they came: the handler may have changed its input.
+            fresh = [request.decoded_again(rules.read_json) for request in requests]
+            return [self.answer([one])[0] for one in fresh]
+        log_failure(rules, error, requests[0].request_id)
+        return [rules.refuse(error, request.request_id) for request in requests]
+
+    def _write(
+        self, request: codec.Request, at: int, outputs: list[Any], statuses: list[int]
+    ) -> codec.Answer:
+        """Return the answer to a request, or the error that there is in its place."""
+        service, rules = self._service, self._service.rules
+        try:
+            if request.has_instances:
+                return codec.answer_instances(outputs, statuses, request.is_explained, rules)
+            return codec.answer_output(service.context, at, outputs[0], rules)
+        except Exception as failure:  # an answer is an author's object: its methods may fail
+            error: Exception = failure
+            if isinstance(failure, codec.NotFinite) and service.is_built_in:
+                error = BadInput(
+                    "the model gives infinity or NaN for this input, which JSON does not have; "
+                    "send smaller numbers"
+                )
+            if self._sender is not None and self._sender.has_sent_to(request):
+                return self._break(error, request)
+            log_failure(rules, error, request.request_id)
+            return rules.refuse(error, request.request_id)
+
+    def _break(self, error: BaseException, request: codec.Request) -> codec.Answer:
+        """Return the end of an answer of which the client has the first chunks already."""
+        if not isinstance(error, ClientsLeft):
+            _log_error("request %s failed after its first chunk", request.request_id, error)
+        refused = self._service.rules.refuse(error, request.request_id)
+        return refused._replace(flags=wire.BROKEN)
 
 
 def _statuses(context: Context, count: int) -> list[int]:
     if context.is_answer_plain:
         return [200] * count
     return [context.get_response_status(index)[0] for index in range(count)]
-
-
-def _answer_failure(
-    service: Service,
-    entry: Entry,
-    error: BaseException,
-    requests: list[Request],
-    sender: Sender | None,
-) -> list[Answer]:
-    """Answer requests on which the handler failed together, by running each alone.
-
-    Raises:
-        RuntimeError: the device cannot be used any more. That ends this process: the server starts
-            another one, which gets the requests one by one, and only the bad one will be lost.
-    """
-    finish_device(service)
-    rules = service.rules
-    if sender is not None and sender.has_sent:
-        return _broken(rules, error, requests)
-    if isinstance(error, ClientsLeft):
-        return [UNREAD] * len(requests)
-    if rules.ends_worker(error):
-        raise error
-    if len(requests) > 1 and not rules.fails_together(error):
-        # As they came: the handler may have changed its input.
-        fresh = [request.decoded_again(rules.read_json) for request in requests]
-        return [_call(service, entry, [one], sender)[0] for one in fresh]
-    log_failure(rules, error, requests[0].request_id)
-    return [rules.refuse(error, request.request_id) for request in requests]
-
-
-def _answer_outputs(
-    service: Service, outputs: list[Any], requests: list[Request], sender: Sender | None
-) -> list[Answer]:
-    """Turn what the handler returned into answers, each that cannot be sent into an error."""
-    return [
-        _written(
-            service, partial(answer_output, service.context, index, output, service.rules),
-            requests[index], sender,
-        )
-        for index, output in enumerate(outputs)
-    ]  # fmt: skip
-
-
-def _written(
-    service: Service, write: Callable[[], Answer], request: Request, sender: Sender | None
-) -> Answer:
-    """Return an answer, or the error that there is in its place."""
-    rules = service.rules
-    try:
-        return write()
-    except Exception as failure:  # an answer is an author's object: its methods may fail
-        error: Exception = failure
-        if isinstance(failure, NotFinite) and service.is_built_in:
-            error = BadInput(
-                "the model gives infinity or NaN for this input, which JSON does not have; "
-                "send smaller numbers"
-            )
-        if sender is not None and sender.has_sent_to(request):
-            return _broken(rules, error, [request])[0]
-        log_failure(rules, error, request.request_id)
-        return rules.refuse(error, request.request_id)
-
-
-def _broken(rules: Rules, error: BaseException, requests: Sequence[Request]) -> list[Answer]:
-    """Return the ends of answers of which the clients have the first chunks already."""
-    if not isinstance(error, ClientsLeft):
-        _log_error("request %s failed after its first chunk", requests[0].request_id, error)
-    return [
-        rules.refuse(error, request.request_id)._replace(flags=wire.BROKEN) for request in requests
-    ]
 
 
 def finish_device(service: Service) -> None:
@@ -546,7 +501,7 @@ def finish_device(service: Service) -> None:
         torch.cuda.synchronize()
 
 
-def log_failure(rules: Rules, error: BaseException, request_id: str) -> None:
+def log_failure(rules: codec.Rules, error: BaseException, request_id: str) -> None:
     """Log what is not the client's fault, with the traceback that no client sees."""
     if rules.explain_error(error).code >= 500:
         _log_error("request %s failed", request_id, error)

@@ -42,8 +42,8 @@ def _judge(artifact: Artifact, twin: Artifact, report: Report, other: Report) ->
         among=parity.kinds or KINDS,
         left_out=parity.left_out,
     )
-    if not probes:
-        none = "the report names no inputs to compare on"
+    if not any(probe.kind in agree.ORDINARY_KINDS for probe in probes):
+        none = "the report names no ordinary inputs to compare on"
         differences = [] if parity.extent == "none" else [none]
         return {"cases": 0, "summary": "", "differences": differences}
     rules = {

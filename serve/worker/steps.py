@@ -12,22 +12,14 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from modelyard.handlers.context import Context, Headers
+from modelyard.handlers.context import Headers
 from modelyard.handlers.errors import HandlerError
 from modelyard.handlers.steps import Part
 from modelyard.serve.dataplane import wire
 from modelyard.serve.dataplane.lengths import KIND
+from modelyard.serve.worker import loop
 from modelyard.serve.worker.codec import UNREAD, Answer, Request, WrongAnswer, encode_value
 from modelyard.serve.worker.load import Service
-from modelyard.serve.worker.loop import (
-    STREAMED,
-    Reader,
-    answer_batch,
-    finish_device,
-    log_failure,
-    pack_headers,
-    send_replies,
-)
 
 if TYPE_CHECKING:
     from modelyard.handlers.infer import TensorJob
@@ -50,13 +42,7 @@ class _Job:
     """What a request of tensors is answered with."""
 
 
-def _read_tensors(body: bytes | bytearray, headers: Headers, context: Context) -> TensorJob:
-    from modelyard.handlers.infer import TensorJob  # which few workers need
-
-    return TensorJob(body, headers, context)
-
-
-def run(reader: Reader, service: Service) -> None:
+def run(reader: loop.Reader, service: Service) -> None:
     """Serve until the server closes its end (EOFError)."""
     gc.collect()
     gc.freeze()
@@ -68,7 +54,7 @@ def run(reader: Reader, service: Service) -> None:
 class Stepping:
     """Requests that wait, and those that are stepped together."""
 
-    def __init__(self, reader: Reader, service: Service) -> None:
+    def __init__(self, reader: loop.Reader, service: Service) -> None:
         assert service.steps is not None
         self._reader = reader
         self._service = service
@@ -94,7 +80,7 @@ class Stepping:
         if self._running:
             self._step(frame)
         if len(frame):
-            send_replies(reader, frame, self._service.context)
+            loop.send_replies(reader, frame, self._service.context)
 
     def _drop_left(self, frame: wire.Frame) -> None:
         left = self._reader.cancelled & self._running.keys()
@@ -118,7 +104,8 @@ class Stepping:
                 self._alone.discard(item.id)
                 self._end(frame, _Job(item, Request(item), wire.now_us()), UNREAD)
             elif kind & ~wire.ALONE:
-                self._answer_at_once(frame, item)
+                job = _Job(item, Request(item), wire.now_us())  # of no prediction
+                self._end(frame, job, loop.answer_batch(self._service, [item])[0])
             else:
                 self._join(frame, item)
 
@@ -128,30 +115,26 @@ class Stepping:
         (job, *others) = self._running.values()
         return not others and (bool(job.item.flags & wire.ALONE) or job.item.id in self._alone)
 
-    def _answer_at_once(self, frame: wire.Frame, item: wire.Item) -> None:
-        """Answer an explanation, or a request for a description."""
-        job = _Job(item, Request(item), wire.now_us())
-        (answer,) = answer_batch(self._service, [item])
-        self._end(frame, job, answer)
-
     def _join(self, frame: wire.Frame, item: wire.Item) -> None:
         rules = self._service.rules
         job = _Job(item, Request(item), wire.now_us())
         try:
             job.request.decode(item.body, rules.read_json)
         except Exception as error:
-            answer = rules.refuse_undecodable(error, job.request.request_id)
+            answer = rules.refuse(error, job.request.request_id, was_read=False)
             self._end(frame, job, answer)
             return
         try:
             row, headers = job.request.row, Headers(job.request.headers)
             if item.flags & wire.TENSORS:
-                job.tensors = _read_tensors(row["body"], headers, self._service.context)
+                from modelyard.handlers.infer import TensorJob  # which few workers need
+
+                job.tensors = TensorJob(row["body"], headers, self._service.context)
                 row, headers = job.tensors.row, Headers({"accept": EVENTS})
             self._steps.join(item.id, row, headers)
         except BaseException as error:
             self._steps.leave([item.id])
-            log_failure(rules, error, job.request.request_id)
+            loop.log_failure(rules, error, job.request.request_id)
             self._end(frame, job, rules.refuse(error, job.request.request_id))
         else:
             self._running[item.id] = job
@@ -178,7 +161,7 @@ class Stepping:
             body, headers = encode_value(value, rules)
             headers |= more
         except (WrongAnswer, HandlerError) as error:
-            log_failure(rules, error, job.request.request_id)
+            loop.log_failure(rules, error, job.request.request_id)
             self._steps.leave([part.request])
             del self._running[part.request]
             self._end(frame, job, self._refuse(job, error))
@@ -189,20 +172,20 @@ class Stepping:
             del self._running[part.request]
             self._end(frame, job, Answer(200, headers, body))
             return
-        meta = b"" if job.has_sent else pack_headers({**headers, **STREAMED})
+        meta = b"" if job.has_sent else loop.pack_headers({**headers, **loop.STREAMED})
         frame.add(part.request, 200, wire.MORE, meta, [body])
         job.has_sent = True
 
     def _fail(self, frame: wire.Frame, error: BaseException) -> None:
         """End what a step failed on: each request that is still whole is tried again by itself."""
-        finish_device(self._service)
+        loop.finish_device(self._service)
         rules = self._service.rules
         if rules.ends_worker(error):
             raise error
         jobs = list(self._running.values())
         self._running.clear()
         self._steps.leave([job.item.id for job in jobs])
-        log_failure(rules, error, jobs[0].request.request_id)
+        loop.log_failure(rules, error, jobs[0].request.request_id)
         for job in reversed(jobs):
             if len(jobs) > 1 and not job.has_sent:
                 self._alone.add(job.item.id)
@@ -219,5 +202,5 @@ class Stepping:
         self._alone.discard(job.item.id)
         queue_us = (job.began_us - job.item.queue_us) & 0xFFFFFFFF
         took_us = wire.since_us(job.began_us)
-        meta = pack_headers(answer.headers)
+        meta = loop.pack_headers(answer.headers)
         frame.add(job.item.id, answer.status, answer.flags, meta, [answer.body], queue_us, took_us)

@@ -268,7 +268,7 @@ def test_verify_replays_digests_golden_requests_and_parity(digits: Path) -> None
     assert (code, found["problems"]) == (0, [])
     assert list(checks) == ["digests", "loading", "golden 0", "golden 1", "parity"]
     assert checks["loading"] == "as a worker, on cpu"
-    assert checks["golden 1"] == "answered as expected"
+    assert checks["golden 1"].startswith("answered as expected")
     assert "onnx and digits.pt2 agree in 40 cases" in checks["parity"]
 
 

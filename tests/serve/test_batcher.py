@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from time import monotonic
 from typing import Any
 
 import pytest
 
 from modelyard.serve.dataplane.batcher import LOOK_AGAIN_S, LOOKED_AT, Batcher
-from modelyard.serve.dataplane.call import PREDICT, Call, HasLeft, Queue, Reply
+from modelyard.serve.dataplane.call import PREDICT, Call, HasLeft, Reply
 from modelyard.serve.dataplane.metrics import Metrics, VersionMetrics
+from modelyard.serve.dataplane.worker import RunConfig
 from modelyard.serve.errors import DeadlinePassed, Draining, QueueFull, TooLate, Unavailable
 
 Scenario = Callable[[], Awaitable[None]]
@@ -72,17 +74,23 @@ class Engine:
 class Model:
     """A model version, as far as a call looks at it."""
 
-    batchers: tuple[Queue, ...] = ()
+    batchers: tuple[Batcher, ...] = ()
     request_timeout_s = math.inf
 
     def start_explainers(self) -> None:
         raise AssertionError
 
 
+RUN = RunConfig(
+    batch_size=8, batch_delay_ms=0, queue_size=100, startup_timeout_s=60, response_timeout_s=60,
+    retry=True,
+)  # fmt: skip
+
+
 def make(engine: Engine, metrics: Metrics | None = None, **options: Any) -> Batcher:
-    chosen = {"batch_size": 8, "delay_s": 0.0, "queue_size": 100, **options}
+    own = {name: options.pop(name) for name in ("call_bytes", "shares") if name in options}
     kind = VersionMetrics(metrics or Metrics(), "m", "1").kinds[PREDICT]
-    return Batcher(engine, PREDICT, kind, **chosen)
+    return Batcher(engine, PREDICT, kind, replace(RUN, **options), **own)
 
 
 def job(
@@ -266,7 +274,7 @@ def test_an_answered_job_is_not_handed_over_again() -> None:
 def test_a_batch_delay_gathers_jobs_and_is_counted_from_the_first() -> None:
     async def scenario() -> None:
         engine = Engine(16)
-        batcher = make(engine, delay_s=0.2, batch_size=8)
+        batcher = make(engine, batch_delay_ms=200, batch_size=8)
         first = submit(batcher, job(0))
         await turn()
         assert batcher.waiting == 1
@@ -280,7 +288,7 @@ def test_a_batch_delay_gathers_jobs_and_is_counted_from_the_first() -> None:
 def test_a_full_batch_does_not_wait_for_its_delay() -> None:
     async def scenario() -> None:
         engine = Engine(16)
-        batcher = make(engine, delay_s=3600.0, batch_size=2)
+        batcher = make(engine, batch_delay_ms=3600000, batch_size=2)
         for at in range(2):
             submit(batcher, job(at))
         await turn()
@@ -292,7 +300,7 @@ def test_a_full_batch_does_not_wait_for_its_delay() -> None:
 def test_a_burst_is_gathered_and_what_follows_it_goes_at_once() -> None:
     async def scenario() -> None:
         engine = Engine(16)
-        batcher = make(engine, delay_s=3600.0, batch_size=2, gathers_bursts=True)
+        batcher = make(engine, batch_delay_ms=3600000, batch_size=2, gathers_bursts=True)
         submit(batcher, job(0))
         await turn()
         assert batcher.waiting == 1
@@ -308,7 +316,7 @@ def test_a_burst_is_gathered_and_what_follows_it_goes_at_once() -> None:
 def test_once_a_burst_was_awaited_in_vain_no_job_waits() -> None:
     async def scenario() -> None:
         engine = Engine(16)
-        batcher = make(engine, delay_s=0.1, batch_size=8, gathers_bursts=True)
+        batcher = make(engine, batch_delay_ms=100, batch_size=8, gathers_bursts=True)
         await asyncio.wait_for(submit(batcher, job(0)), 10)
         await asyncio.sleep(0.15)
         submit(batcher, job(1))
@@ -335,7 +343,7 @@ def test_the_time_in_the_queue_is_measured_for_what_was_handed_over() -> None:
     async def scenario() -> None:
         metrics = Metrics()
         kind = VersionMetrics(metrics, "m", "1").kinds[PREDICT]
-        batcher = Batcher(Engine(8), PREDICT, kind, batch_size=8, delay_s=0, queue_size=9)
+        batcher = Batcher(Engine(8), PREDICT, kind, replace(RUN, queue_size=9))
         submit(batcher, job(0, age_s=2))
         submit(batcher, job(1))
         assert value(metrics, "modelyard_queue_length") == 2
@@ -519,7 +527,7 @@ def test_a_deadline_behind_a_longer_one_is_seen_by_the_sweep() -> None:
 def test_a_batch_gathers_no_longer_than_half_of_the_time_of_any_of_its_jobs() -> None:
     async def scenario() -> None:
         engine = Engine(16)
-        batcher = make(engine, delay_s=3600.0, batch_size=8)
+        batcher = make(engine, batch_delay_ms=3600000, batch_size=8)
         first, second = submit(batcher, job(0)), submit(batcher, job(1, timeout_s=1.0))
         await turn()
         assert batcher.waiting == 2

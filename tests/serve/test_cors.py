@@ -1,6 +1,6 @@
 import pytest
 
-from modelyard.serve.http.cors import Cors
+from modelyard.serve.http.site import Cors
 
 PAGE = b"https://app.example"
 ASKS = (b"access-control-request-method", b"POST")

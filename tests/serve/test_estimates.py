@@ -10,12 +10,14 @@ from time import monotonic, sleep
 
 import pytest
 
-from modelyard.serve.dataplane.call import EXPLAIN, NORMAL, PREDICT, Call, Queue
+from modelyard.serve.dataplane.batcher import Batcher
+from modelyard.serve.dataplane.call import EXPLAIN, NORMAL, PREDICT, Call
 from modelyard.serve.dataplane.metrics import Metrics, VersionMetrics
 from modelyard.serve.dataplane.pool import Pool, ReplicaSlot, begins_in_s
 from modelyard.serve.dataplane.worker import Worker, WorkerPlan, WorkerPolicy
 from modelyard.serve.errors import BadRequest
 from modelyard.serve.front.begin import parse_timeout, read_terms
+from tests.serve.test_batcher import RUN
 
 
 @pytest.mark.parametrize(
@@ -42,7 +44,7 @@ def test_work_goes_to_whoever_is_idle_first(
 class Model:
     """A model version, as far as a call looks at it."""
 
-    batchers: tuple[Queue, ...] = ()
+    batchers: tuple[Batcher, ...] = ()
     request_timeout_s = 60.0
 
     def start_explainers(self) -> None:
@@ -54,7 +56,7 @@ class Slots:
 
     def __init__(self, workers: int) -> None:
         metrics = VersionMetrics(Metrics(), "m", "1")
-        plan = WorkerPlan("m 1", {}, Path("unused"), 1, 8, 60, 60, True, 1 << 20)
+        plan = WorkerPlan("m 1", {}, Path("unused"), RUN, 1 << 20)
         self.pool = Pool(plan, metrics, WorkerPolicy())
         for number in range(workers):
             slot = ReplicaSlot(number, worker=Worker(self.pool, number, number))

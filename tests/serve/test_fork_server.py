@@ -16,7 +16,7 @@ import pytest
 
 from modelyard.archiver import open_archive, write_archive
 from modelyard.serve.control.build import choose_preload, without_twin
-from modelyard.serve.dataplane.fork_server import _send
+from modelyard.serve.dataplane.process import _send
 from tests.serve import live
 from tests.serve.live import (
     SOURCES,

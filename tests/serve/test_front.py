@@ -42,7 +42,7 @@ def begin(**terms: Any) -> tuple[Call | None, Plain]:
         version="1",
         batchers=(make(engine, metrics), make(engine, metrics)),
         config=SimpleNamespace(refuses_late=True, request_timeout_s=60.0),
-        kept=None,
+        answers=None,
         request_timeout_s=60.0,
         metrics=VersionMetrics(metrics, "m", "1"),
     )

@@ -16,10 +16,10 @@ import uvloop
 
 from modelyard.serve.dataplane.wire import Buffer
 from modelyard.serve.errors import StartError
-from modelyard.serve.http.connection import SLICE_BYTES, Answer, Limits, RequestResponseCycle
+from modelyard.serve.http.connection import SLICE_BYTES, Answer, RequestResponseCycle
 from modelyard.serve.http.listener import Listener
 from modelyard.serve.http.tls import tls_context
-from modelyard.serve.settings import Address
+from modelyard.serve.settings import Address, Settings
 
 
 class Digests:
@@ -146,7 +146,7 @@ def test_a_tls_handshake_that_does_not_end_is_closed() -> None:
     async def scenario() -> None:
         context = tls_context(())
         address = Address("127.0.0.1", 0, is_tls=True)
-        listener = Listener(app, address, Limits(head_timeout_s=0.2), lambda: context)
+        listener = Listener(app, address, Settings(head_timeout_s=0.2), lambda: context)
         await listener.start()
         for data in (b"", b"\x16\x03\x01", b"GET / HTTP/1.1\r\n\r\n"):
             await is_closed(listener.address, data)
@@ -157,7 +157,7 @@ def test_a_tls_handshake_that_does_not_end_is_closed() -> None:
 
 def test_one_more_than_the_most_connections_closes_the_oldest() -> None:
     async def scenario() -> None:
-        listener = Listener(app, Address("127.0.0.1", 0), Limits(connections=8))
+        listener = Listener(app, Address("127.0.0.1", 0), Settings(max_connections=8))
         await listener.start()
         ended: list[int] = []
 

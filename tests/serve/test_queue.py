@@ -6,16 +6,19 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from time import monotonic
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from modelyard.serve.dataplane.batcher import Batcher
-from modelyard.serve.dataplane.call import HIGH, LOW, NORMAL, PREDICT, Call, Queue, Reply
+from modelyard.serve.dataplane.call import HIGH, LOW, NORMAL, PREDICT, Call, Reply
 from modelyard.serve.dataplane.metrics import Metrics, VersionMetrics
 from modelyard.serve.dataplane.queue import HURRIED_S, SHARES, Classes, Line
 from modelyard.serve.errors import DeadlinePassed, QueueFull, TooLate
+from tests.serve.test_batcher import RUN
 
 
 class Sink:
@@ -43,7 +46,7 @@ class Sink:
 class Model:
     """A model version, as far as a call looks at it."""
 
-    batchers: tuple[Queue, ...] = ()
+    batchers: tuple[Batcher, ...] = ()
     request_timeout_s = 1e9
 
     def start_explainers(self) -> None:
@@ -229,10 +232,10 @@ class Engine:
         return (queued + 1) * self.cost_s
 
 
-def batcher(engine: Engine, **options: object) -> Batcher:
+def batcher(engine: Engine, **options: Any) -> Batcher:
     kind = VersionMetrics(Metrics(), "m", "1").kinds[PREDICT]
-    chosen = {"batch_size": 8, "delay_s": 0.0, "queue_size": 100, **options}
-    return Batcher(engine, PREDICT, kind, **chosen)  # type: ignore[arg-type]
+    own = {name: options.pop(name) for name in ("call_bytes", "shares") if name in options}
+    return Batcher(engine, PREDICT, kind, replace(RUN, **options), **own)
 
 
 def waiting(priority: int, timeout_s: float = 60, rows: int = 1, **more: bool) -> Call:
@@ -327,7 +330,7 @@ def test_what_is_late_or_left_goes_from_every_class() -> None:
 def test_a_batch_delay_counts_for_every_class() -> None:
     def scenario() -> None:
         engine = Engine()
-        found = batcher(engine, delay_s=10.0, batch_size=3)
+        found = batcher(engine, batch_delay_ms=10_000, batch_size=3)
         engine.replica.free = 8
         for count, priority in enumerate((LOW, HIGH), 1):
             found.submit(waiting(priority))
@@ -357,7 +360,7 @@ def test_a_call_that_is_moved_keeps_its_place_and_is_not_refused_for_lack_of_tim
     sink, put = MovingSink(), list[Call]()
 
     class Other(Model):
-        batchers = (SimpleNamespace(put=put.append),)
+        batchers: Any = (SimpleNamespace(put=put.append),)
 
     call = job(LOW, timeout_s=5, now=3.0, rows=7, must_fit=True)
     call.sink = sink

@@ -139,7 +139,7 @@ def test_an_archive_with_another_file_is_whole_again(unpacked: Path, tmp_path: P
 
 
 def test_what_cannot_be_watched_is_refused_at_the_start(tmp_path: Path) -> None:
-    with pytest.raises(StartError, match=r"reload: .*there is no folder /.*/none"):
+    with pytest.raises(StartError, match=r"reload\.0: there is no folder /.*/none"):
         load_settings({"reload": [tmp_path / "none"]}, None, {})
     signed = {"trusted_keys": "keys", "require_signature": "1", "reload": [tmp_path]}
     with pytest.raises(StartError, match="what is edited is not signed"):

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from modelyard.archiver import open_archive
-from modelyard.serve.control.register import Lifecycle
+from modelyard.serve.control.register import Lifecycle, restore
 from modelyard.serve.control.registry import Registry
-from modelyard.serve.control.restore import restore
 from modelyard.serve.control.state import StateDir
 from modelyard.serve.dataplane.metrics import Metrics
 from modelyard.serve.errors import FileNotInStore, StartError, StorageFull, http_status

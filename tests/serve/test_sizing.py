@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from modelyard.serve.control import sizing
-from modelyard.serve.control.restore import plan_start
 from modelyard.serve.control.sizing import (
     Machine,
     ResourceRequest,
@@ -20,6 +19,7 @@ from modelyard.serve.control.sizing import (
     describe_excess,
 )
 from modelyard.serve.errors import Conflict
+from modelyard.serve.explain_plan import plan_start
 from modelyard.serve.settings import Settings
 from tests.serve.live import build_archive, modelyard, running, start_arguments
 

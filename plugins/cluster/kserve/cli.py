@@ -41,7 +41,9 @@ def kserve(
     model_name: Annotated[
         str | None,
         typer.Option(
-            "--model_name", "--model-name", help="Of the InferenceService; names a single model."
+            "--model_name",
+            "--model-name",
+            help="Name of the InferenceService; names a single model.",
         ),
     ] = None,
     model_dir: Annotated[

@@ -10,8 +10,8 @@ import yaml
 
 from modelyard.archiver.errors import ArchiveError
 from modelyard.plugins.cluster.dockerize import base_image, dockerize
-from modelyard.serve.control.restore import plan_start
 from modelyard.serve.errors import BadRequest
+from modelyard.serve.explain_plan import plan_start
 from modelyard.serve.settings import load_settings
 from tests.serve.live import build_archive
 

@@ -161,7 +161,7 @@ class Console:
 
     def _send(self, cycle: RequestResponseCycle, visit: Visit, answer: Answer) -> None:
         status, headers, body = answer
-        self._answers.send(cycle, visit.id, status, [*self._renderer.headers, *headers], body)
+        self._answers.send(cycle, status, [*self._renderer.headers, *headers], body)
 
     def _error(self, error: Exception, visit: Visit) -> Answer:
         """Return the page that says what is wrong; who is not signed in is led to where that is."""

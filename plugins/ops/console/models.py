@@ -190,7 +190,7 @@ class ModelPages:
                 for slot in pool.slots
             ],
             "kinds": [self._counts(model, kind) for kind in range(len(KINDS))],
-            "kept": model.kept.describe() if model.kept is not None else None,
+            "kept": model.answers.describe() if model.answers is not None else None,
             "memory": self._memory(pools_of(model)),
             "recent_s": RECENT,
             "most_workers": MOST_WORKERS,

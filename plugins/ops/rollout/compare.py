@@ -36,6 +36,7 @@ from modelyard.base.answers import (
     Scales,
     compare_numbers,
     is_number,
+    is_top_k,
     measure,
     pair_up,
 )
@@ -529,7 +530,7 @@ def _without_ties(live: Any, candidate: Any, tolerance: Tolerance) -> tuple[Any,
     if not isinstance(live, dict) or not isinstance(candidate, dict):
         return live, candidate
     shared = live.keys() & candidate.keys()
-    if len(shared) < len(live) and _is_top_k(live) and _is_top_k(candidate):
+    if len(shared) < len(live) and is_top_k(live) and is_top_k(candidate):
         odd = [*_odd(live, shared), *_odd(candidate, shared)]
         lowest, ties = min(*live.values(), *candidate.values()), 2 * tolerance.scaled * max(odd)
         if tolerance.is_quantized:
@@ -546,16 +547,6 @@ def _without_ties(live: Any, candidate: Any, tolerance: Tolerance) -> tuple[Any,
 
 def _odd(values: dict[str, float], shared: set[str]) -> list[float]:
     return [value for key, value in values.items() if key not in shared]
-
-
-def _is_top_k(found: dict[str, Any]) -> bool:
-    """Return whether an answer is as our classifiers': probabilities, the largest first."""
-    values = list(found.values())
-    return (
-        _is_ranked(values)
-        and values == sorted(values, reverse=True)
-        and 0 <= values[-1] <= values[0] <= 1
-    )
 
 
 # -- the process ---------------------------------------------------------------------------------

@@ -32,9 +32,8 @@ from modelyard.plugins.ops.rollout.rule import Outcome, parse_rule
 from modelyard.plugins.ops.rollout.shadow import Canary
 from modelyard.plugins.ops.rollout.trial import Trial, describe_findings
 from modelyard.serve.control.model_config import ModelSpec
-from modelyard.serve.control.register import Lifecycle
+from modelyard.serve.control.register import Lifecycle, Report
 from modelyard.serve.control.registry import ModelVersion
-from modelyard.serve.control.restore import Report
 from modelyard.serve.dataplane.metrics import Metrics
 from modelyard.serve.errors import Conflict, ModelNotFound, NoSuchRoute, ServeError
 

@@ -141,7 +141,7 @@ class Trial:
         for job in queue.withdraw():
             if not job.hand_to(self._live):
                 queue.put(job)
-        for worker in pool.workers if pool.plan.retry else ():
+        for worker in pool.workers if pool.plan.run.retry else ():
             for id, job in worker.flight.items():
                 if job.kind == PREDICT and job.hand_to(self._live):
                     worker.cancel(id)

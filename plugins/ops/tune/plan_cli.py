@@ -64,7 +64,8 @@ def plan(
         typer.Option(metavar="NAME=FILE", help="A model-config.yaml that tune wrote; repeatable."),
     ] = None,
     cores: Annotated[
-        int | None, typer.Option(min=1, max=1024, help="Of a cell. Default: as many as tune saw.")
+        int | None,
+        typer.Option(min=1, max=1024, help="Cores of a cell. Default: as many as tune saw."),
     ] = None,
     cells: Annotated[
         int | None, typer.Option(min=1, max=1_000_000, help="Default: as few as keep the limit.")

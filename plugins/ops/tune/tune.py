@@ -29,7 +29,7 @@ from modelyard.serve.cli import known_errors
 from modelyard.serve.control.state import StateDir
 from modelyard.serve.errors import ServeError, StartError, WrongUsage
 from modelyard.serve.settings import Settings
-from modelyard.serve.start import start_detached
+from modelyard.serve.tools.handle import start_detached
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "p99.9": 0.999}
 UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0}

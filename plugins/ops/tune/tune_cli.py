@@ -132,8 +132,8 @@ def _measure(
         ServeError, ArchiveError: the model cannot be measured.
     """
     from modelyard.plugins.ops.tune.measure_costs import measure_costs
-    from modelyard.serve.control.restore import plan_start
     from modelyard.serve.control.sizing import is_on_gpu
+    from modelyard.serve.explain_plan import plan_start
 
     if model.upper() == "ALL":
         raise WrongUsage("one model is tuned at a time; name it")

@@ -96,7 +96,7 @@ FORMS: dict[str, Callable[[Any], Answer]] = {
 def test_every_form_is_compared_by_what_it_means(form: str) -> None:
     """A last place is no difference, and one wrong number is, in whatever it is written."""
     draw, write = random.Random(form), FORMS[form]
-    rows = []
+    rows: list[Row] = []
 
     def add(change: str, is_wrong: bool, live: Any, other: Any) -> None:
         is_caught = rolled(write(live), write(other), scales)
