@@ -45,7 +45,6 @@ LEAST_RUN_S = 5.0
 """Least time that a copy may run, however fast its answer was."""
 SLOWER = 50
 """Times as long as its answer took that a copy may run."""
-CHECK_EVERY = 10
 PUMP_EVERY_S = 0.1
 _NOT_COPIED = wire.DESCRIBE | wire.STREAM | wire.EXPLAIN | wire.SHARES
 
@@ -152,7 +151,9 @@ class Shadow:
         self._held = 0
         """Bytes of all copies."""
         self._count = 0
-        self._since_check = CHECK_EVERY
+        self.noise_every = 10
+        """One copy in so many is asked again."""
+        self._since_noise = self.noise_every
         self._soon: asyncio.Handle | None = None
         self._timer = self._loop.call_later(PUMP_EVERY_S, self._tick)
         self._is_stopped = False
@@ -188,9 +189,9 @@ class Shadow:
             copies.append(Copy(job.head, parts, job.flags, job.rows, reply, took_s, size))
         batch = CopyBatch(copies, not self._is_own, now)
         self._put(batch)
-        self._since_check += len(copies)
-        if self._since_check >= CHECK_EVERY:
-            self._since_check = 0
+        self._since_noise += len(copies)
+        if self._since_noise >= self.noise_every:
+            self._since_noise = 0
             again = [random.choice(copies)]
             here, there = (
                 CopyBatch(again, side, now, batch) for side in (not self._is_own, self._is_own)

@@ -189,7 +189,7 @@ class Trial:
         """Return why the candidate must not go on; None where there is nothing."""
         if self._watch is None:
             return None
-        if (reason := self._watch.look() or self._unsteady()) is not None or not self._is_canary:
+        if (reason := self._watch.look() or self.unsteady()) is not None or not self._is_canary:
             return reason
         tally = self._tally
         if tally.candidate.failed < LEAST_FAILURES:
@@ -201,7 +201,7 @@ class Trial:
             f"version at {tally.live.failed} of {tally.live.total}"
         )
 
-    def _unsteady(self) -> str | None:
+    def unsteady(self) -> str | None:
         """Return that answers beside those to copies differ; None where that is not shown."""
         tally, allowed = self._tally, self._rule.allowed
         found = (each.reason(tally.noise_differs, tally.noise, allowed)
