@@ -80,10 +80,12 @@ def main() -> None:
 
 
 @contextmanager
-def serving(store: Path, state: Path) -> Iterator[tuple[dict[str, Any], Operator, str]]:
-    """Serve the digits model for a block; yield the server, an operator and the token."""
+def serving(
+    store: Path, state: Path, models: str = "digits"
+) -> Iterator[tuple[dict[str, Any], Operator, str]]:
+    """Serve a model for a block; yield the server, an operator and the token."""
     about = modelyard_json(
-        "serve", "start", "--model-store", store, "--models", "digits", "--auth", "management",
+        "serve", "start", "--model-store", store, "--models", models, "--auth", "management",
         "--workers", "1", "--state-dir", state, "--port", "0", "--management-port", "0",
         "--metrics-port", "0",
     )  # fmt: skip

@@ -28,6 +28,9 @@ SHARES = {
     "failures": "More failures than the live version",
     "labels": "Labels that agree",
 }
+STARTS = {"iVBOR": "image/png", "/9j/": "image/jpeg", "R0lGO": "image/gif", "UklGR": "image/webp"}
+"""How a picture begins in base64 → its media type."""
+OCTETS = "application/octet-stream"
 DONE = {
     "promote": "{model} {candidate[version]} is {label}",
     "back": "{model} {live[version]} answers everything again",
@@ -121,12 +124,22 @@ def describe(status: Mapping[str, Any]) -> dict[str, Any]:
     names = ["candidate", "shadow", *(f"canary {format_share(each)}" for each in status["steps"])]
     return {
         "status": status,
+        "address_of": address_of,
         "steps": [*names, "default"],
         "is_active": status["state"] in ACTIVE,
         "intervals": list(_intervals(shown)),
         "cut": cut,
         "when": lambda text: f"{text[:19].replace('T', ' ')} UTC",
     }
+
+
+def address_of(kept: Mapping[str, Any]) -> str:
+    """Return the address that holds bytes which are kept whole, of a picture as one; else none."""
+    text = kept.get("base64", "")
+    if not text or len(text) // 4 * 3 - text.count("=") < kept["bytes"]:
+        return ""
+    media = next((STARTS[start] for start in STARTS if text.startswith(start)), OCTETS)
+    return f"data:{media};base64,{text}"
 
 
 def _intervals(bounds: Mapping[str, Mapping[str, Any]]) -> Iterable[dict[str, Any]]:

@@ -290,7 +290,7 @@ class Rollouts:
         trial, record = rollout.trial, rollout.record
         if trial is None:
             return
-        why, verdict = trial.watch.look(), Outcome.FAIL
+        why, verdict = trial.danger(), Outcome.FAIL
         is_sure = why is not None
         if why is None:
             judgement = trial.judge()
@@ -388,7 +388,7 @@ class Rollouts:
             assert live is not None and candidate is not None
             if rollout.trial is None:
                 rollout.trial = Trial(record.plan, live, candidate, rollout.metrics, self._comparer)
-            rollout.trial.enter(is_canary)
+            rollout.trial.enter(is_canary, record.share)
             self._arm()
             if is_canary:
                 split = Canary(live, candidate, record.salt, record.share, record.plan.header)

@@ -92,6 +92,11 @@ class Rule:
         """What was given beside the rule, in its form."""
         return None if self.labels is None else f"labels={_percent(self.labels)}"
 
+    @property
+    def allowed(self) -> float:
+        """The largest share of answers that may differ in what is looked at."""
+        return self.disagreement if self.labels is None else 1 - self.labels
+
 
 def parse_rule(text: str = "", expect: str = "") -> Rule:
     """Read a rule; what it leaves out is as in the default.

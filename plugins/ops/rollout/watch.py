@@ -87,7 +87,8 @@ class Watch:
         if (worker := next(idle, None)) is None:
             return
         self._golden_at = now + GOLDEN_EVERY_S
-        worker.run_aside(wire.pack_meta((b"", b"", b"golden")), [b""], wire.GOLDEN, self)
+        head = wire.pack_meta((b"", b"", b"golden"))
+        worker.run_aside([(head, [b""], wire.GOLDEN, self, 0)])
 
     def done(self) -> bool:
         """Return False: it takes every reply."""

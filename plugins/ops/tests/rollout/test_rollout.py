@@ -12,8 +12,16 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from modelyard.archiver import write_archive
 from modelyard.plugins.ops.rollout.cli import rollout_app
-from tests.serve.live import LiveServer, build_archive, poll, running, start_server
+from tests.serve.live import (
+    LiveServer,
+    build_archive,
+    make_notes_folder,
+    poll,
+    running,
+    start_server,
+)
 
 QUICK = "disagreement<=40%, failures<=40%, least 5, confidence 80%, p50<=1000, p99<=1000"
 """A rule that a few requests are enough for."""
@@ -117,7 +125,7 @@ def test_a_version_goes_from_shadow_to_default_and_back(shared_server: LiveServe
     assert found["verdicts"] == {"equal": found["compared"]}
     assert found["noise"]["compared"] >= 1
     assert found["noise"]["differs"] == 0
-    found = ask_until(server, lambda about: about["noise"]["compared"] >= 100, "enough, twice")
+    found = ask_until(server, lambda about: about["noise"]["compared"] >= 150, "enough, twice")
     ask(server, 100)
     more = poll(lambda: (about := status(server))["compared"] >= found["compared"] + 60 and about,
                 "the next are compared")  # fmt: skip
@@ -175,6 +183,32 @@ def test_a_version_goes_from_shadow_to_default_and_back(shared_server: LiveServe
     assert ask(server, 20) == {"1.0": 20}
     assert server.metric("modelyard_rollout_returned_total", model="rolled", candidate="4.0") == 1
     done(verb(server, "abort"), "aborted")
+
+
+def test_a_candidate_that_answers_its_golden_requests_wrong_is_the_archives_fault(
+    shared_server: LiveServer, tmp_path: Path
+) -> None:
+    server, gate = shared_server, make_notes_folder() / "gate"
+    (handler := tmp_path / "moody.py").write_text(
+        "import os\n\n\ndef handle(data, context):\n"
+        f"    off = 1.5 * os.path.exists({str(gate)!r})\n"
+        "    return None if data is None else [183.25 + off for _ in data]\n"
+    )
+    (request := tmp_path / "seven.txt").write_text("7")
+    files = []
+    for version, examples in (("1.0", []), ("2.0", [f"{request}=183.25"])):
+        made = write_archive(
+            "moody", version=version, handler=str(handler), output_dir=tmp_path, examples=examples,
+            force=True,
+        )  # fmt: skip
+        files.append(made.rename(server.store / f"moody-{version}.mar").name)
+    assert server.register(files[0]).status_code == 200
+    gate.touch()
+    code, found = verb(server, url=files[1], model="moody")
+    assert (code, found["type"]) == (400, "InvalidModelException")
+    assert "expected 183.25, got 184.75;" in found["message"]
+    assert "archive it again" in found["message"]
+    assert server.management.delete("/models/moody").status_code == 200
 
 
 def all_versions(server: LiveServer) -> list[dict[str, Any]]:
