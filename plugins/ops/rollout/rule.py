@@ -295,7 +295,7 @@ class Outcome(StrEnum):
 class Judgement:
     """What a judge says, and why."""
 
-    verdict: Outcome
+    verdict: Outcome = Outcome.NOT_ENOUGH
     reasons: tuple[str, ...] = ()
     """Sentences with numbers."""
     bounds: dict[str, Bound] = field(default_factory=dict)

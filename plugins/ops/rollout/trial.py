@@ -24,15 +24,7 @@ from modelyard.plugins.ops.rollout.evidence import Bound
 from modelyard.plugins.ops.rollout.excess import Excess
 from modelyard.plugins.ops.rollout.metrics import RolloutMetrics
 from modelyard.plugins.ops.rollout.record import Plan
-from modelyard.plugins.ops.rollout.rule import (
-    Beside,
-    Judge,
-    Judgement,
-    Outcome,
-    Rule,
-    Tally,
-    parse_rule,
-)
+from modelyard.plugins.ops.rollout.rule import Beside, Judge, Judgement, Rule, Tally, parse_rule
 from modelyard.plugins.ops.rollout.shadow import Copy, CopyBatch, Shadow
 from modelyard.plugins.ops.rollout.watch import Watch
 from modelyard.serve.control.registry import ModelVersion
@@ -284,7 +276,7 @@ def describe_findings(
     rule: Rule, tally: Tally | None = None, judgement: Judgement | None = None
 ) -> dict[str, Any]:
     """Return what was counted and judged, as the management API has it; of nothing, by default."""
-    tally, judgement = tally or Tally(), judgement or Judgement(Outcome.NOT_ENOUGH)
+    tally, judgement = tally or Tally(), judgement or Judgement()
     bounds = judgement.bounds
     sides = {"live": tally.live, "candidate": tally.candidate}
     return {
@@ -296,11 +288,8 @@ def describe_findings(
         **dict.fromkeys(("again", "own"), Excess("").to_json()),
         "dropped": {},
         "bounds": {name: _bound(bounds.get(name)) for name in BOUNDS},
-        "judgement": {
-            "verdict": str(judgement.verdict),
-            "reasons": list(judgement.reasons),
-            "confidence": rule.confidence,
-        },
+        "judgement": {"verdict": str(judgement.verdict), "reasons": list(judgement.reasons),
+                      "confidence": rule.confidence},
         "latency": {name: {f"p{percent}": _quantile(side.times, percent) for percent in (50, 99)}
                     for name, side in sides.items()},
         "answered": {name: {"requests": side.total, "failed": side.failed}
