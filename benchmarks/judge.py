@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from modelyard.plugins.ops.rollout import evidence, rule
-from modelyard.plugins.ops.rollout.rule import Rule, Tally, parts_of
+from modelyard.plugins.ops.rollout.rule import Check, Rule, Tally, parts_of
 
 LOOK_EVERY = 25
 """Requests from one look to the next: what comes in a quarter of a second at 100 a second."""
@@ -37,6 +37,10 @@ class Truth:
     """Share of answers that are other than usual, by chance, of each version."""
     fails: float = 0.0
     """Share of requests that the candidate alone fails at."""
+    again: float = 0.0
+    """Share of the candidate's second answers that differ from its first, beside noise."""
+    own: float = 0.0
+    """Share of the answers that clients get from it that differ, beside noise."""
     live_fails: float = 0.0
     """Share of requests that the live version fails at, by chance; the candidate as well."""
     slower: float = 1.0
@@ -74,6 +78,8 @@ class Tallies:
     tail: dict[float, Any] = field(default_factory=lambda: defaultdict(int))
     live: Sides = field(default_factory=Sides)
     candidate: Sides = field(default_factory=Sides)
+    again: Check = field(default_factory=lambda: Check(""))
+    own: Check = field(default_factory=lambda: Check(""))
     excess = Tally.excess
 
 
@@ -150,7 +156,7 @@ class Judges:
                 is_broken |= self._has_changed((part.name, place), way)
                 is_broken |= is_shown(way, self._alpha, True)
             self.failed_at[is_broken & (self.failed_at == math.inf)] = n
-            kept = self._kept.setdefault(part.name, np.zeros(self.runs, bool))
+            kept = self._kept.setdefault(part.name, np.full(self.runs, not part.kept))
             for way in part.kept:
                 kept |= is_shown(way, self._alpha, False)
         is_kept = np.logical_and.reduce(list(self._kept.values())) & (n >= self.rule.least)
@@ -190,7 +196,9 @@ def simulate(truth: Truth, requests: int, judges: Judges, seed: int = 0) -> Judg
     tail_s = np.full((runs, 1), math.inf)
     every: Any = np.ones(runs)
     for start in range(0, requests, LOOK_EVERY):
-        now = truth if start >= truth.after else replace(truth, differs=0, fails=0, slower=1)
+        now = truth if start >= truth.after else replace(
+            truth, differs=0, again=0, own=0, fails=0, slower=1
+        )  # fmt: skip
         size = runs, LOOK_EVERY
         odd = [draw.random(size) < now.noise for _ in range(3)]
         differs = (draw.random(size) < now.differs) | odd[0] | odd[1]
@@ -214,9 +222,25 @@ def simulate(truth: Truth, requests: int, judges: Judges, seed: int = 0) -> Judg
             side.failed = side.failed + failed.sum(1)
         if given.p50 < math.inf or given.p99 < math.inf:
             _time(draw, now, tallies, latest, tail_s, start)
+        _check(draw, now, tallies, is_asked, odd[0])
         judges.look(tallies)
         every = judges.noise_every(tallies)
     return judges
+
+
+def _check(
+    draw: np.random.Generator, now: Truth, tallies: Tallies, is_asked: Any, odd: Any
+) -> None:
+    """Count what the candidate answers the second time, and what clients get from it."""
+    counted = np.ones_like(is_asked)
+    for check, share, where in (
+        (tallies.again, now.again, is_asked), (tallies.own, now.own, counted)
+    ):  # fmt: skip
+        if not share:
+            continue
+        differs = odd | (draw.random(odd.shape) < now.noise) | (draw.random(odd.shape) < share)
+        for value, found in ((1, differs & where), (0, ~differs & where)):
+            check.seen[value] = check.seen[value] + found.sum(1)
 
 
 def _time(
@@ -309,6 +333,14 @@ ROWS = [
           "not pass") for share in (0.05, 0.3)),
     *(Row(f"{100 * share:g} % differ after 3,000", Truth(differs=share, after=3000), 3000 + n,
           ANSWERS, "fail") for share, n in ((1.0, 50), (0.5, 100), (0.2, 150), (0.1, 300))),
+    *(Row(f"{100 * share:g} % of what clients get differs after 400",
+          Truth(own=share, after=400), 400 + n, ANSWERS, "fail")
+      for share, n in ((1.0, 25), (0.5, 50), (0.1, 800))),
+    *(Row(f"{100 * share:g} % differ when asked again", Truth(again=share), n, ANSWERS, "fail")
+      for share, n in ((1.0, 50), (0.5, 100), (0.1, 3000))),
+    *(Row(f"{100 * noise:g} % noise, and 1 % of both",
+          Truth(noise=_noise(noise), own=0.01, again=0.01), 10_000, ANSWERS, "not fail")
+      for noise in (0.0, 0.3)),
     Row("nothing fails", Truth(), 800, FAILURES, "pass"),
     Row("0.25 % fail", Truth(fails=0.0025), 5000, FAILURES, "not fail"),
     Row("0.525 % fail", Truth(fails=0.00525), 10_000, FAILURES, "not pass"),

@@ -58,7 +58,7 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, help="folder for pictures")
     parser.add_argument("--rate", type=float, default=100, help="requests a second")
     parser.add_argument("--seconds", type=float, default=20, help="of each state")
-    parser.add_argument("candidates", nargs="*", default=CANDIDATES, choices=CANDIDATES)
+    parser.add_argument("candidates", nargs="*", choices=CANDIDATES, help="all, unless named")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="modelyard-rollouts-") as name:
         folder = Path(name)
@@ -71,7 +71,7 @@ def main() -> None:
         archive_candidate(store, "slow.mar", "2.2", onnx, pause_ms=50)
         bodies = scans()
         print(HEADING)
-        for candidate in given.candidates:
+        for candidate in given.candidates or CANDIDATES:
             with (
                 serving(store, folder / f"state-{candidate}") as (about, operator, token),
                 picturing(given.output, about, token) as take,

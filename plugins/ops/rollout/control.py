@@ -12,6 +12,7 @@ import math
 import secrets
 from collections import defaultdict
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from modelyard.archiver import Archive, ArchiveError
@@ -279,13 +280,16 @@ class Rollouts:
     def _tick(self) -> None:
         self._ticker = None
         for rollout in list(self._rollouts.values()):
-            try:
-                self._look(rollout)
-            except Exception:  # the others are looked after
-                logger.exception("the roll-out of %s", rollout.record.model)
+            self._look(rollout)
         self._arm()
 
     def _look(self, rollout: Rollout) -> None:
+        try:
+            self._decide(rollout)
+        except Exception:  # the others are looked after
+            logger.exception("the roll-out of %s", rollout.record.model)
+
+    def _decide(self, rollout: Rollout) -> None:
         """Take a candidate back that must not answer, end one that is refused, go on otherwise."""
         trial, record = rollout.trial, rollout.record
         if trial is None:
@@ -387,7 +391,9 @@ class Rollouts:
         if is_canary or record.state is State.SHADOW:
             assert live is not None and candidate is not None
             if rollout.trial is None:
-                rollout.trial = Trial(record.plan, live, candidate, rollout.metrics, self._comparer)
+                look = partial(self._look, rollout)
+                given = rollout.metrics, self._comparer, look
+                rollout.trial = Trial(record.plan, live, candidate, *given)
             rollout.trial.enter(is_canary, record.share)
             self._arm()
             if is_canary:

@@ -155,6 +155,27 @@ class Side:
         self.failed += failed
 
 
+@dataclass
+class Check:
+    """Answers of the candidate that are compared beside those to copies."""
+
+    words: str
+    """What it means where they differ."""
+    seen: Counter[float] = field(default_factory=Counter)
+    """How many differ (1), and do not (0)."""
+    latest: str | None = None
+    """Latest difference."""
+
+    def add(self, agrees: bool, difference: str | None) -> None:
+        """Count one."""
+        self.seen[not agrees] += 1
+        self.latest = self.latest if agrees else difference
+
+    def to_json(self) -> dict[str, int]:
+        """Return it as the management API has it."""
+        return {"compared": self.seen.total(), "differs": self.seen[1]}
+
+
 class Beside:
     """Pairs what one version does with the latest that the other has done: at the same load."""
 
@@ -196,6 +217,10 @@ class Tally:
     the limit of p99, less whether the live version took longer than that percentile."""
     live: Side = field(default_factory=Side)
     candidate: Side = field(default_factory=Side)
+    again: Check = field(default_factory=lambda: Check(
+        "it answers otherwise when it is asked again, alone"))  # fmt: skip
+    own: Check = field(default_factory=lambda: Check(
+        "what clients get from it is not what the live version answers"))  # fmt: skip
     _open: dict[str, tuple[bool, bool]] = field(default_factory=dict)
     """Request → whether its second answer is known, else the other one, and whether it differs."""
     _beside: Beside = field(default_factory=Beside)
@@ -203,15 +228,30 @@ class Tally:
     _tail_s: float = math.inf
     """The 99th percentile of the live version's times, as far as it is known."""
 
-    def add(self, found: Comparison, key: str = "") -> None:
-        """Count a request that both answered; its key joins it with its second answer."""
+    def agrees(self, found: Comparison) -> bool:
+        """Return whether two answers are as alike as the rule wants them to be."""
+        return found.agrees or (self.rule.labels is not None and found.labels_agree is True)
+
+    def add(self, found: Comparison, key: str = "", is_own: bool = False) -> None:
+        """Count a request that both answered; its key joins it with its second answer.
+
+        Args:
+            found: what comparing the answers found.
+            key: the same for both comparisons of a request.
+            is_own: whether a client got the candidate's answer: of these, failures are counted
+                where they are answered, and only those without are compared.
+        """
         verdict = found.verdict
         self.verdicts[verdict] += 1
         self.labels_agree += found.agrees if found.labels_agree is None else found.labels_agree
-        live, own = (verdict in (each, Verdict.BOTH_FAILED) for each in _FAILED)
-        self.live.count(live)
-        self.candidate.count(own)
-        self.failures[own - live] += 1
+        if is_own:
+            self.own.add(self.agrees(found), found.difference)
+        else:
+            live, own = (verdict in (each, Verdict.BOTH_FAILED) for each in _FAILED)
+            self.candidate.count(own)
+            self.failures[own - live] += 1
+            if not self.live.clients:  # else it was counted when a client got it
+                self.live.count(live)
         if verdict in _ANSWERED:
             self._pair(key, False, not found.agrees)
 
@@ -338,11 +378,12 @@ class Part(NamedTuple):
 
     name: str
     kept: tuple[Way, ...]
+    """None where nothing has to be shown."""
     broken: tuple[Way, ...]
 
     def is_kept(self, alpha: float, more: int = 0) -> bool:
         """Return whether it was shown to be kept, or would be after `more` faultless requests."""
-        return any(way.is_shown(alpha, False, more) for way in self.kept)
+        return not self.kept or any(way.is_shown(alpha, False, more) for way in self.kept)
 
 
 def parts_of(rule: Rule, tally: Tally) -> Iterator[Part]:
@@ -351,18 +392,22 @@ def parts_of(rule: Rule, tally: Tally) -> Iterator[Part]:
     Of a request that the live version has answered twice, what is judged is whether the candidate's
     answer differs, less 1 + `NOISE_SLACK` times whether the second one does. Where few are answered
     twice, all of the candidate's answers say something: what differs beyond noise is not more than
-    what differs at all, and noise is not above its own upper bound.
+    what differs at all, and noise is not above its own upper bound. The candidate's second answers,
+    and those that clients got, refuse it, too, where they differ more often than is allowed: to
+    refuse, these and the answers to copies share a chance, and so does the bound of the noise.
     """
     n, factor = tally.compared, 1 + NOISE_SLACK
+    noise = tally.noise_differs, tally.noise, factor
     if rule.labels is not None:
         other = Way(_counts(n - tally.labels_agree, n), 1 - rule.labels, (0, 1), 1)
-        yield Part("labels", (other,), (other,))
+        yield Part("labels", (other,), (other._replace(chance=0.7),))
     else:
-        pairs = Way(tally.excess(factor), rule.disagreement, (-factor, 1), 0.9)
+        pairs = Way(tally.excess(factor), rule.disagreement, (-factor, 1), 0.6)
         counted = Way(_counts(tally.differs, n), rule.disagreement, (0, 1), 0.6)
-        noise = tally.noise_differs, tally.noise, factor
-        beyond = counted._replace(chance=0.05, floor=noise)
+        beyond = counted._replace(chance=0.1, floor=noise)
         yield Part("excess", (pairs._replace(chance=0.4), counted), (pairs, beyond))
+    for name, check in (("again", tally.again), ("own", tally.own)):
+        yield Part(name, (), (Way(check.seen, rule.allowed, (0, 1), 0.1, noise),))
     own, live = tally.candidate, tally.live
     pairs = Way(tally.failures, rule.failures, (-1, 1), 0.3)
     floor = live.failed, live.total, 1.0
@@ -430,7 +475,7 @@ class Judge:
         }
         is_enough = min(tally.compared, self._answered(tally)) >= self.rule.least
         if self._decided is None and is_enough and len(self._kept) == len(parts):
-            return self._decide(Outcome.PASS, parts, tally)
+            return self._decide(Outcome.PASS, [part for part in parts if part.kept], tally)
         return self._decided or Judgement(Outcome.NOT_ENOUGH)
 
     def _is_broken(self, part: Part) -> bool:
@@ -493,6 +538,11 @@ def _more_until(part: Part, alpha: float) -> int:
 
 def _describe(name: str, rule: Rule, tally: Tally, bounds: dict[str, Bound]) -> str:
     """Return in a sentence what is known of one part of the rule."""
+    if (check := {"again": tally.again, "own": tally.own}.get(name)) is not None:
+        return (
+            f"{check.words}: {check.seen[1]} of {check.seen.total()}, and the live version's own "
+            f"answers differ in {tally.noise_differs} of {tally.noise}; {check.latest}"
+        )
     ends = f"{100 * bounds[name].low:.2f} to {100 * bounds[name].high:.2f} %"
     n, live, own = tally.compared, tally.live, tally.candidate
     return {

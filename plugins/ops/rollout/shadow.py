@@ -29,7 +29,7 @@ from modelyard.serve.dataplane.call import PREDICT, Call, Reply, Stream
 from modelyard.serve.dataplane.pool import Pool
 from modelyard.serve.dataplane.wire import Payload
 from modelyard.serve.dataplane.worker import Worker
-from modelyard.serve.errors import StreamBroken
+from modelyard.serve.errors import StreamBroken, WorkerDied
 
 if TYPE_CHECKING:
     from modelyard.plugins.ops.rollout.trial import Trial
@@ -286,35 +286,47 @@ class Shadow:
             return
         if batch.then is not None:
             self._put(batch.then)
-        findings, outcomes = self._findings, batch.done.result()
         # A worker that is ended here has made no error.
         is_judged = batch.for_candidate and not batch.worker.is_closing
-        pairs: list[tuple[Copy, Reply, Reply]] = []
-        for copy, outcome in zip(batch.copies, outcomes, strict=True):
+        answered: list[tuple[Copy, Reply]] = []
+        for copy, outcome in zip(batch.copies, batch.done.result(), strict=True):
             if isinstance(outcome, Reply):
-                pair = (outcome, copy.reply) if self._is_own else (copy.reply, outcome)
-                pairs.append((copy, *pair))
+                answered.append((copy, outcome))
             elif isinstance(outcome, StreamBroken):
-                findings.dropped("stream")
+                self._findings.dropped("stream")
             elif isinstance(outcome, asyncio.CancelledError) or not is_judged:
-                findings.dropped("interrupted", batch.first is None)
+                self._findings.dropped("interrupted", batch.first is None)
             elif len(batch.copies) > 1:  # one of them may be what kills it, as of clients' requests
                 self._put(CopyBatch([copy], True, monotonic()))
             else:
-                findings.failed(copy, outcome)
-        if (first := batch.first) is None:
-            findings.compared(pairs, self._is_own)
-        elif batch.for_candidate == self._is_own:  # its first answer went to a client
-            self._repeated(batch, batch.copies[0].reply)
-        else:  # which may still run, in another worker
-            at = first.copies.index(batch.copies[0])
-            first.done.add_done_callback(lambda done: self._repeated(batch, done.result()[at]))
+                answered.append((copy, _failure(outcome)))
+        if batch.first is None:
+            pairs = [(copy, reply, copy.reply) if self._is_own else (copy, copy.reply, reply)
+                     for copy, reply in answered]  # fmt: skip
+            self._findings.compared(pairs, self._is_own)
+        elif answered:
+            self._repeated(batch, batch.first, *answered[0])
         self._wake()
 
-    def _repeated(self, batch: CopyBatch, first: Reply | BaseException) -> None:
-        (again,) = batch.done.result()
-        if isinstance(first, Reply) and isinstance(again, Reply):
-            self._findings.repeated(batch, first, again)
+    def _repeated(self, batch: CopyBatch, first: CopyBatch, copy: Copy, again: Reply) -> None:
+        """Have a second answer compared with the first one, once that is there."""
+        if batch.for_candidate == self._is_own:  # which went to a client
+            self._findings.repeated(batch, copy.reply, again)
+            return
+
+        def ended(done: asyncio.Future[list[Reply | BaseException]]) -> None:
+            outcome = done.result()[first.copies.index(copy)]
+            if isinstance(outcome, Reply) and not self._is_stopped:
+                self._findings.repeated(batch, outcome, again)
+
+        first.done.add_done_callback(ended)
+
+
+def _failure(error: BaseException) -> Reply:
+    """Return what there is instead of a candidate's answer."""
+    text = str(error) or type(error).__name__
+    status = 500 if isinstance(error, WorkerDied) else 504
+    return Reply(status, b"content-type\0text/plain", text.encode())
 
 
 def _size(job: Call, reply: Reply) -> int:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from base64 import b64encode
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -21,7 +22,6 @@ from modelyard.plugins.ops.rollout.answers import (
 )
 from modelyard.plugins.ops.rollout.comparer import Comparer
 from modelyard.plugins.ops.rollout.evidence import Bound
-from modelyard.plugins.ops.rollout.excess import Excess
 from modelyard.plugins.ops.rollout.metrics import RolloutMetrics
 from modelyard.plugins.ops.rollout.record import Plan
 from modelyard.plugins.ops.rollout.rule import Beside, Judge, Judgement, Rule, Tally, parse_rule
@@ -31,7 +31,6 @@ from modelyard.serve.control.registry import ModelVersion
 from modelyard.serve.dataplane.call import PREDICT, Call, Reply
 from modelyard.serve.dataplane.metrics import Histogram
 from modelyard.serve.dataplane.wire import Buffer
-from modelyard.serve.errors import WorkerDied
 
 Found = Comparison | NotCompared
 MOST_KEPT = 10
@@ -49,6 +48,7 @@ class Trial:
         live: what the candidate is measured by.
         metrics: metrics of the roll-out.
         comparer: comparer of the server.
+        look: looks at once at what was found; clients get answers that differ.
 
     Raises:
         BadRequest: the plan's rule is none.
@@ -61,6 +61,7 @@ class Trial:
         candidate: ModelVersion,
         metrics: RolloutMetrics,
         comparer: Comparer,
+        look: Callable[[], None],
     ) -> None:
         self._plan = plan
         self._compare = comparer.compare
@@ -74,8 +75,8 @@ class Trial:
         self._worst = Worst(plan.keeps_inputs)
         self._dropped: Counter[str] = Counter()
         self._shadows: list[Shadow] = []
-        self._again = Excess("it answers otherwise when it is asked again, alone")
-        self._own = Excess("what clients get from it is not what the live version answers")
+        self._look = look
+        self._soon: asyncio.Handle | None = None
         self._watch = Watch(live, candidate, self._live_p99_s)
         self._times = Beside()
         self._timers = partial(self._timed, False), partial(self._timed, True)
@@ -138,7 +139,6 @@ class Trial:
         while len(self._shadows) > 1:  # of the share before
             self._shadows.pop().stop()
         if copied and is_canary and share:
-            self._own = Excess(self._own.words)
             self._shadows.append(Shadow(*sides, min(1.0, copied / share), self, is_own=True))
 
     def hand_over(self) -> None:
@@ -177,15 +177,17 @@ class Trial:
         return self._judge.explain(self._tally)
 
     def danger(self) -> str | None:
-        """Return why the candidate must not go on; None where there is nothing."""
-        return self._watch.look() or self.unsteady()
+        """Return why the candidate must not go on, whatever is judged; None where nothing is."""
+        return self._watch.look()
 
-    def unsteady(self) -> str | None:
-        """Return that answers beside those to copies differ; None where that is not shown."""
-        tally, allowed = self._tally, self._rule.allowed
-        found = (each.reason(tally.noise_differs, tally.noise, allowed)
-                 for each in (self._again, self._own))  # fmt: skip
-        return next(filter(None, found), None)
+    def _look_soon(self) -> None:
+        """Look once all that was found together is counted."""
+        if self._soon is None:
+            self._soon = asyncio.get_running_loop().call_soon(self._looked)
+
+    def _looked(self) -> None:
+        self._soon = None
+        self._look()
 
     def _live_p99_s(self) -> float:
         times = self._tally.live.times
@@ -210,21 +212,14 @@ class Trial:
         if isinstance(found, NotCompared):
             self.dropped(str(found))
             return
-        self._tally.add(found, copy.request_id)
+        self._tally.add(found, copy.request_id, is_own)
         self._metrics.count("compared", found.verdict)
         if not found.agrees:
             self._worst.add(copy.request_id, found, live, candidate, copy.parts)
-        if is_own:
-            self._own.add(self._agrees(found), found.difference)
-        elif live.handler_us and candidate.handler_us:
+        if is_own and not self._tally.agrees(found):
+            self._look_soon()
+        if not is_own and live.handler_us and candidate.handler_us:
             self._tally.timed(live.handler_us / 1e6, candidate.handler_us / 1e6)
-
-    def failed(self, copy: Copy, error: BaseException) -> None:
-        """Take what there was instead of the candidate's answer."""
-        text = str(error) or type(error).__name__
-        status = 500 if isinstance(error, WorkerDied) else 504
-        reply = Reply(status, b"content-type\0text/plain", text.encode())
-        self.compared([(copy, copy.reply, reply)], is_own=False)
 
     def repeated(self, batch: CopyBatch, first: Reply, again: Reply) -> None:
         """Take a version's second answer to a copy, given alone."""
@@ -246,12 +241,7 @@ class Trial:
             words = f"its answer is another {than}: {found.difference}"
             found = replace(found, difference=words)
             self._worst.add(copy.request_id, found, first, again, copy.parts)
-        self._again.add(self._agrees(found), found.difference)
-        self._tally.add(found)
-        self._metrics.count("compared", found.verdict)
-
-    def _agrees(self, found: Comparison) -> bool:
-        return found.agrees or (self._rule.labels is not None and found.labels_agree is True)
+        self._tally.again.add(self._tally.agrees(found), found.difference)
 
     def dropped(self, reason: str, count: int = 1) -> None:
         """Count copies that were not compared."""
@@ -261,11 +251,8 @@ class Trial:
 
     def to_json(self) -> dict[str, Any]:
         """Return what was found, as the management API has it."""
-        found = describe_findings(self._rule, self._tally, self.explain())
         return {
-            **found,
-            "again": self._again.to_json(),
-            "own": self._own.to_json(),
+            **describe_findings(self._rule, self._tally, self.explain()),
             "tolerance": self._tolerance.scaled,
             "dropped": dict(self._dropped),
             "worst": self._worst.to_json(),
@@ -285,7 +272,8 @@ def describe_findings(
         "compared": tally.compared,
         "verdicts": {str(name): count for name, count in sorted(tally.verdicts.items())},
         "noise": {"compared": tally.noise, "differs": tally.noise_differs},
-        **dict.fromkeys(("again", "own"), Excess("").to_json()),
+        "again": tally.again.to_json(),
+        "own": tally.own.to_json(),
         "dropped": {},
         "bounds": {name: _bound(bounds.get(name)) for name in BOUNDS},
         "judgement": {"verdict": str(judgement.verdict), "reasons": list(judgement.reasons),

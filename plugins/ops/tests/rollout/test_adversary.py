@@ -31,6 +31,10 @@ class Seen(NamedTuple):
     """Whether the live version's second answer differs."""
     live_s: float = 0.01
     candidate_s: float = 0.01
+    again: bool | None = None
+    """Whether the candidate's second answer differs from its first; None where there is none."""
+    own: bool | None = None
+    """Whether what a client got from it differs; None where none was compared."""
     labels_agree: bool | None = None
 
 
@@ -45,6 +49,24 @@ def differs(share: float, noise: float = 0.0, after: int = 0) -> Stream:
         odd = [draw.random() < 1 - math.sqrt(1 - noise) for _ in range(3)]
         other = draw.random() < (share if at >= after else 0) or odd[0] or odd[1]
         return Seen(Verdict.DIFFERS if other else Verdict.EQUAL, odd[0] or odd[2])
+
+    return seen
+
+
+def checked(
+    again: float = 0.0, own: float | None = None, noise: float = 0.0, after: int = 0
+) -> Stream:
+    """Return what copies find nothing wrong with: its second answers and clients' are otherwise."""
+
+    def seen(draw: random.Random, at: int) -> Seen:
+        odd = [draw.random() < 1 - math.sqrt(1 - noise) for _ in range(5)]
+        others = [
+            share is not None and (draw.random() < (share if at >= after else 0) or odd[0] or more)
+            for share, more in ((again, odd[1]), (own, odd[2]))
+        ]
+        found = Verdict.DIFFERS if odd[0] or odd[3] else Verdict.EQUAL
+        return Seen(found, odd[0] or odd[4], again=others[0],
+                    own=None if own is None else others[1])  # fmt: skip
 
     return seen
 
@@ -134,6 +156,14 @@ REFUSED = [
     Row("half wrong after 3,000", differs(0.5, after=3000), 3100),
     Row("20 % wrong after 3,000", differs(0.2, after=3000), 3200),
     Row("wrong after 3,000, of a noisy model", differs(1, noise=0.05, after=3000), 3100),
+    Row("its second answers differ", checked(1), 30),
+    Row("one in five of its second answers differs", checked(0.2), 600),
+    Row("one in twenty of its second answers differs", checked(0.05), 20_000),
+    Row("its second answers differ, of a noisy model", checked(1, noise=0.05), 60),
+    Row("right for copies, wrong for clients after 300", checked(0, 1, after=300), 320),
+    Row("right for copies, wrong for half of the clients", checked(0, 0.5, after=300), 350),
+    Row("wrong for one client in twenty", checked(0, 0.05), 4000),
+    Row("wrong for clients, of a noisy model", checked(0, 1, noise=0.05), 60),
     Row("fails 1 in 10", fails(0.1), 300),
     Row("fails 1 in 50: NaN", fails(0.02), 2500),
     Row("fails always, the live version sometimes", fails(1, live=0.02), 60),
@@ -144,6 +174,7 @@ REFUSED = [
     Row("twice as long", takes(2), 200),
     Row("ten times as long", takes(10, sigma=1), 60),
     Row("slow in one of twenty", takes(5, tail=0.05), 2000),
+    Row("four times as long at large batches, one in three", takes(4, tail=0.33), 2000),
     Row("twice as long after 3,000", takes(2, after=3000), 3150),
     Row("30 microseconds more, of 30", takes(2, seconds=30e-6), 200),
     Row("10 % other labels where 5 % are meant", other_labels(0.1), 1500, "", "labels=95%"),
@@ -163,6 +194,10 @@ PROMOTED = [
     Row("identical, 30 % noise", differs(0, noise=0.3), 10_000),
     Row("identical, every answer random", differs(1, noise=1), 5000),
     Row("identical, undecided at one request in ten", hard_requests(0.1), 10_000),
+    Row("identical, second answers and clients', too", checked(0, 0), 2500),
+    Row("5 % noise, in second answers and clients', too", checked(0, 0, noise=0.05), 10_000),
+    Row("30 % noise, in second answers and clients', too", checked(0, 0, noise=0.3), 10_000),
+    Row("1 % of its second answers and of clients' differ", checked(0.01, 0.01), 5000),
     Row("fails at what the live version fails at", fails(0, both=0.05), 4000),
     Row("the live version fails 1 in 100", fails(0, live=0.01), 4000),
     Row("fails 1 in 2,000", fails(0.0005), 6000),
@@ -191,10 +226,14 @@ def judged(row: Row, seed: int) -> tuple[Outcome, int]:
         if seen.labels_agree is not None:
             found = Comparison(seen.verdict, seen.labels_agree)
         counted.add(found, str(at))
+        if seen.own is not None:
+            counted.add(OF[Verdict.DIFFERS if seen.own else Verdict.EQUAL], f"own {at}", True)
         since += 1
         if since >= every:
             since = 0
             counted.add_noise(OF[Verdict.DIFFERS if seen.is_noise else Verdict.EQUAL], str(at))
+            if seen.again is not None:
+                counted.again.add(not seen.again, "so")
         counted.timed(seen.live_s, seen.candidate_s)
         if at % LOOK_EVERY == 0:
             every = judge.noise_every(counted)

@@ -379,3 +379,21 @@ def test_a_certificate_says_how_far_answers_may_be_apart(
     both = answers.both(Tolerance(1e-4), Tolerance(1e-3, is_quantized=True), "m 1.0")
     assert both.is_quantized
     assert both.scaled == pytest.approx(1.1e-3, rel=1e-2)
+
+
+def test_a_spread_that_few_answers_have_taught_may_be_too_small_by_chance() -> None:
+    """A twin whose sums were in another order was called different, one time in a hundred."""
+    scales = Scales()
+
+    def found(far: float) -> Verdict:
+        live, other = (said([0.1, 0.5 + more]) for more in (0.0, far))
+        return compare(live, other, Tolerance(1e-4), copy.deepcopy(scales)).verdict
+
+    for number in range(40):
+        scales.see([0.1, 0.5 + (0.06 if number % 2 else 0.0)])
+        if 8 <= scales.answers < 31:
+            assert found(3e-6) is Verdict.WITHIN_TOLERANCE
+            assert found(1.2e-5) is Verdict.DIFFERS
+            with pytest.raises(NotCompared, match="not learnt yet"):
+                found(6e-6)
+    assert found(6e-6) is Verdict.DIFFERS

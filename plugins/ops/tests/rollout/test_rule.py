@@ -271,6 +271,23 @@ def test_a_canary_that_fails_clients_fails_after_a_few() -> None:
     assert counted.failures == {0: 100}
 
 
+def test_what_is_answered_once_is_counted_once() -> None:
+    """A canary's own answers are compared where it answered: that makes its failures no rarer."""
+    counted = tally((400, EQUAL), noise=100, times=False)
+    counted.live.clients = counted.candidate.clients = 0
+    for number in range(300):
+        counted.answered(False, 200)
+        counted.answered(True, 500 if number % 10 == 0 else 200)
+        counted.add(EQUAL, f"copy {number}")
+        if number % 10:
+            counted.add(EQUAL, f"own {number}", is_own=True)
+    assert counted.compared == 400 + 300 + 270
+    assert counted.live.total == 400 + 300
+    assert (counted.candidate.total, counted.candidate.failed) == (400 + 600, 30)
+    assert counted.failures.total() == 400 + 600
+    assert counted.own.to_json() == {"compared": 270, "differs": 0}
+
+
 @pytest.mark.parametrize(
     ("slower", "verdict"),
     [(1.0, Outcome.PASS), (1.1, Outcome.PASS), (1.5, Outcome.FAIL), (3.0, Outcome.FAIL)],

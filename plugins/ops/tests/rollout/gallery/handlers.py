@@ -72,6 +72,27 @@ class Summed(Right):
                 for row in rows]  # fmt: skip
 
 
+class Biased(Right):
+    """Is off by a thousandth, always."""
+
+    def answer(self, rows: list[Row]) -> list[Answer]:
+        return [{name: value * 1.001 for name, value in score(row).items()} for row in rows]
+
+
+class LargeInputs(Right):
+    """Is wrong about what is behind the tenth number: it was cut for speed."""
+
+    def answer(self, rows: list[Row]) -> list[Answer]:
+        return [score(row[:10]) for row in rows]
+
+
+class RareLabel(Right):
+    """Has never learnt one label well, and is sure of another one there."""
+
+    def answer(self, rows: list[Row]) -> list[Answer]:
+        return [score(row[::2] if score(row)["c"] > 0.6 else row) for row in rows]
+
+
 class FirstRow(Right):
     """Gives every row of a batch the first row's answer."""
 
