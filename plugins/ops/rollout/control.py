@@ -17,7 +17,7 @@ from typing import Any
 
 from modelyard.archiver import Archive, ArchiveError
 from modelyard.plugins.ops.rollout.comparer import Comparer
-from modelyard.plugins.ops.rollout.metrics import RolloutMetrics, Series
+from modelyard.plugins.ops.rollout.metrics import RolloutMetrics, rollout_families
 from modelyard.plugins.ops.rollout.record import (
     ACTIVE,
     WITH_CANDIDATE,
@@ -135,7 +135,7 @@ class Rollouts:
 
     def __init__(self, lifecycle: Lifecycle, metrics: Metrics) -> None:
         self._lifecycle = lifecycle
-        self._series = Series(metrics.registry)
+        self._families = rollout_families(metrics.registry)
         self._comparer = Comparer()
         self._ticker: asyncio.TimerHandle | None = None
         self._registry = lifecycle.registry
@@ -193,7 +193,7 @@ class Rollouts:
             record = Record(name, plan, secrets.token_hex(8), *versions).moved(
                 State.CANDIDATE, 0, f"{candidate.file} is loaded; its golden requests pass", ""
             )
-            rollout = Rollout(record, RolloutMetrics(self._series, record), candidate, live)
+            rollout = Rollout(record, RolloutMetrics(self._families, record), candidate, live)
             try:
                 if self._registry.get(name) is not live:
                     raise Conflict(f"another version of {name} was made the default meanwhile")
@@ -464,7 +464,7 @@ class Rollouts:
 
     async def _restore(self, record: Record, default: ModelVersion, report: Report) -> None:
         name = record.model
-        rollout = Rollout(record, RolloutMetrics(self._series, record))
+        rollout = Rollout(record, RolloutMetrics(self._families, record))
         versions = {model.version: model for model in self._registry.versions(name)}
         rollout.live = versions.get(record.live.version)
         self._rollouts[name] = rollout

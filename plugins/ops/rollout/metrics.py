@@ -2,73 +2,56 @@
 
 from __future__ import annotations
 
-from functools import cache
+from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import CollectorRegistry
 
 from modelyard.plugins.ops.rollout.record import Record
+from modelyard.serve.dataplane.metrics import COUNTER, GAUGE, Family
 
-LABELS = ("model", "candidate")
-COUNTS = {
-    "compared": (
-        "Answers of a roll-out's candidate that were compared, by verdict.",
-        "verdict",
-    ),
-    "noise": ("Requests that the live version answered a second time, by verdict.", "verdict"),
-    "shadow_dropped": (
-        "Requests that were drawn for the candidate and not compared, by reason.",
-        "reason",
-    ),
-    "returned": ("Candidates that were taken back after they had answered.",),
+_LABELS = ("model", "candidate")
+_KINDS: dict[str, tuple[Any, ...]] = {
+    "compared": (COUNTER, "Answers that were compared, by verdict.", "verdict"),
+    "noise": (COUNTER, "Second answers of the live version, by verdict.", "verdict"),
+    "shadow_dropped": (COUNTER, "Copies that were not compared, by reason.", "reason"),
+    "returned": (COUNTER, "Candidates that were taken back after they had answered."),
+    "state": (GAUGE, "1 for the state that a roll-out is in.", "state"),
+    "canary_share": (GAUGE, "Share of the requests that the candidate answers."),
 }
-"""Name of a counter → its text, and its label beside those of all."""
+"""Name → its kind, its text, and its label beside those of all."""
 
 
-class Series:
-    """The metrics of all roll-outs of one server."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self.counts = {
-            name: Counter(f"modelyard_rollout_{name}", text, (*LABELS, *more), registry=registry)
-            for name, (text, *more) in COUNTS.items()
-        }
-        self.state = Gauge(
-            "modelyard_rollout_state",
-            "1 for the state that a roll-out is in.",
-            (*LABELS, "state"),
-            registry=registry,
-        )
-        self.share = Gauge(
-            "modelyard_rollout_canary_share",
-            "Share of the requests that the candidate answers.",
-            LABELS,
-            registry=registry,
-        )
+def rollout_families(registry: CollectorRegistry) -> dict[str, Family]:
+    """Return the metrics of all roll-outs of one server, by name."""
+    return {
+        name: Family(registry, kind, f"rollout_{name}", (*_LABELS, *more), text)
+        for name, (kind, text, *more) in _KINDS.items()
+    }
 
 
 class RolloutMetrics:
     """The metrics of one roll-out."""
 
-    def __init__(self, series: Series, record: Record) -> None:
-        self._series = series
-        self._labels = record.model, record.candidate.version
+    def __init__(self, families: dict[str, Family], record: Record) -> None:
+        self._families = families
+        self._values = record.model, record.candidate.version
         self._state = ""
-        self._child = cache(lambda name, *more: series.counts[name].labels(*self._labels, *more))
-        series.counts["returned"].labels(*self._labels)
+        self.count("returned", by=0)
 
     def count(self, name: str, *more: str, by: int = 1) -> None:
-        """Count something of `COUNTS`."""
-        self._child(name, *more).inc(by)
+        """Count something."""
+        self._families[name].count(*self._values, *more).inc(by)
 
     def entered(self, record: Record) -> None:
         """Expose the state, and what share the candidate answers."""
+        state, share = self._families["state"], self._families["canary_share"]
         if self._state:
-            self._series.state.labels(*self._labels, self._state).set(0)
+            state.count(*self._values, self._state).value = 0
         self._state = record.state
-        self._series.state.labels(*self._labels, record.state).set(1)
-        self._series.share.labels(*self._labels).set(record.share)
+        state.count(*self._values, self._state).value = 1
+        share.count(*self._values).value = record.share
 
     def remove(self) -> None:
         """Forget the series."""
-        for family in (*self._series.counts.values(), self._series.state, self._series.share):
-            family.remove_by_labels(dict(zip(LABELS, self._labels, strict=True)))
+        for family in self._families.values():
+            family.forget(*self._values)

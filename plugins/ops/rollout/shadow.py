@@ -8,8 +8,7 @@ that mixes up the rows of a batch is right about each of them alone.
 
 One request of ten, and each one while there is doubt, is asked once more, alone, of both versions.
 How often the live version's two answers differ is the noise that the candidate is measured against.
-Where the candidate's differ that counts as a difference, too: its answers depend on what else it is
-asked.
+Where the candidate's own two differ its answers depend on what else it is asked.
 """
 
 from __future__ import annotations

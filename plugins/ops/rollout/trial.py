@@ -33,6 +33,8 @@ from modelyard.serve.dataplane.metrics import Histogram
 from modelyard.serve.dataplane.wire import Buffer
 
 Found = Comparison | NotCompared
+WARM_UP = 100
+"""Times of a canary that are not judged at first: its workers have just started."""
 MOST_KEPT = 10
 MOST_ANSWER_BYTES = 4 << 10
 """Most bytes of an answer that are kept, from its start."""
@@ -81,6 +83,8 @@ class Trial:
         self._times = Beside()
         self._timers = partial(self._timed, False), partial(self._timed, True)
         self._is_canary = False
+        self._cold = 0
+        """Times that are still not judged."""
         self._began = monotonic()
 
     # -- phases --------------------------------------------------------------------------------
@@ -100,6 +104,7 @@ class Trial:
             tally = replace(self._tally, live=tally.live, candidate=tally.candidate)
         if not self._is_canary:
             tally.slower, tally.tail = Counter(), Counter()
+            self._cold = WARM_UP if is_canary else 0
         self._tally = tally
         self._judge = Judge(self._rule, is_canary)
         self._began = monotonic()
@@ -129,7 +134,13 @@ class Trial:
             if job.kind == PREDICT and reply.status < 500 and reply.handler_us:
                 both = self._times.put(is_candidate, reply.handler_us / 1e6)
                 if both is not None:
-                    self._tally.timed(*both)
+                    self._time(*both)
+
+    def _time(self, live_s: float, candidate_s: float) -> None:
+        if self._cold:
+            self._cold -= 1
+        else:
+            self._tally.timed(live_s, candidate_s)
 
     def _copy(self, is_canary: bool, share: float) -> None:
         """Copy the plan's share, of a canary's own answers as many as make up that share of all."""
@@ -219,7 +230,7 @@ class Trial:
         if is_own and not self._tally.agrees(found):
             self._look_soon()
         if not is_own and live.handler_us and candidate.handler_us:
-            self._tally.timed(live.handler_us / 1e6, candidate.handler_us / 1e6)
+            self._time(live.handler_us / 1e6, candidate.handler_us / 1e6)
 
     def repeated(self, batch: CopyBatch, first: Reply, again: Reply) -> None:
         """Take a version's second answer to a copy, given alone."""

@@ -197,7 +197,7 @@ PROMOTED = [
     Row("identical, second answers and clients', too", checked(0, 0), 2500),
     Row("5 % noise, in second answers and clients', too", checked(0, 0, noise=0.05), 10_000),
     Row("30 % noise, in second answers and clients', too", checked(0, 0, noise=0.3), 10_000),
-    Row("1 % of its second answers and of clients' differ", checked(0.01, 0.01), 5000),
+    Row("3 in 1,000 of its second answers and of clients' differ", checked(0.003, 0.003), 6000),
     Row("fails at what the live version fails at", fails(0, both=0.05), 4000),
     Row("the live version fails 1 in 100", fails(0, live=0.01), 4000),
     Row("fails 1 in 2,000", fails(0.0005), 6000),
