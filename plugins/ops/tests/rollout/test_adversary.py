@@ -274,6 +274,7 @@ def test_what_is_as_good_is_promoted() -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("row", PROMOTED, ids=[row.name for row in PROMOTED])
 def test_of_many_streams_few_are_judged_wrong(row: Row) -> None:
     found = [judged(row, seed)[0] for seed in range(100, 160)]
