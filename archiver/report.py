@@ -168,6 +168,9 @@ def _parity(fields: Fields, signature: Signature) -> Parity:
     outputs = _optional(parity, "outputs")
     integers = _optional(parity, "integers")
     plan = _optional(parity, "plan")
+    for judged in (parity, *map(outputs.object, outputs.values)):
+        if judged.values.get("verdict", "agrees") != "agrees":
+            judged.wrong("verdict", '"agrees", or no report', judged.values["verdict"])
     return Parity(
         tolerances={
             spec.name: (

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from modelyard.archiver.report import Report, parse_report
-from modelyard.handlers.models.backends import Artifact, open_artifact
+from modelyard.handlers.models.backends import Artifact, dtype_name, open_artifact
 from modelyard.handlers.proof import agree
 from modelyard.handlers.proof.plan import choose_probes
 from modelyard.handlers.proof.probes import KINDS, make_case
@@ -44,8 +44,8 @@ def _judge(artifact: Artifact, twin: Artifact, report: Report, other: Report) ->
     )
     if not any(probe.kind in agree.ORDINARY_KINDS for probe in probes):
         none = "the report names no ordinary inputs to compare on"
-        differences = [] if parity.extent == "none" else [none]
-        return {"cases": 0, "summary": "", "differences": differences}
+        nothing = [] if parity.extent == "none" else [none]
+        return {"cases": 0, "summary": "", "differences": nothing}
     rules = {
         name: agree.within_reason(rule, probes)
         for name, rule in agree.joint_rules(parity, other.parity).items()
@@ -55,9 +55,13 @@ def _judge(artifact: Artifact, twin: Artifact, report: Report, other: Report) ->
     for probe in probes:
         scales.see(probe.kind, agree.run(twin, make_case(report.tried, probe)))
     measured: dict[str, list[dict[str, Any]]] = {name: [] for name in rules}
+    differences = []
     for probe in probes:
         inputs = make_case(report.tried, probe)
         outputs = agree.run(twin, inputs), agree.run(artifact, inputs), scales.of(probe.kind)
+        stated = [spec.dtype for spec in report.signature.outputs]
+        if (given := [dtype_name(each.dtype) for each in outputs[1]]) != stated:
+            differences = [f"the artifact gives {given}; its report says {stated}"]
         for (name, rule), expected, actual, scale in zip(rules.items(), *outputs, strict=True):
             measured[name].append(agree.compare(expected, actual, rule.tolerance, scale))
     apart = (agree.disagreement(name, rule, measured[name], probes) for name, rule in rules.items())
@@ -66,5 +70,5 @@ def _judge(artifact: Artifact, twin: Artifact, report: Report, other: Report) ->
         "cases": len(probes),
         "summary": agree.summary(rules, measured, probes)
         + (few if parity.extent == "quick" else ""),
-        "differences": [text for text in apart if text],
+        "differences": [*differences, *filter(None, apart)],
     }
