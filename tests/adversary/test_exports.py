@@ -102,4 +102,7 @@ def test_every_wrong_copy_is_refused(
 ) -> None:
     if (gain, offset) != (1.0, 0.0) and not NETWORKS[name].has_gain:
         return
-    judge(tried(name, gain, offset, checker))
+    rows = list(tried(name, gain, offset, checker))
+    known = [row for row in rows if row.is_wrong and NETWORKS[name].is_quantized and offset]
+    # A quantised output is measured by its size: docs/archive.md, "What no check sees".
+    judge(rows, frozenset(f"{row.check}: {row.change}" for row in known))
