@@ -1,14 +1,12 @@
 """The rule of agreement, at every scale, without an export."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from modelyard.archiver.report import TOLERANCES, Parity
-from modelyard.base.answers import json_difference
 from modelyard.base.scale import Scale
 from modelyard.handlers.proof.agree import (
     OutputScales,
@@ -167,50 +165,6 @@ def test_a_disagreement_says_by_how_much_and_where() -> None:
     assert summary({"y": Rule(0.3)}, {"y": measured}) == (
         "max_abs 1.0e+00 (2.5e-01 scaled), tolerance 0.3"
     )
-
-
-@pytest.mark.parametrize(
-    ("got", "expected", "difference"),
-    [
-        pytest.param([1000.05, -0.0], [1000.0, 0.0], None, id="within"),
-        pytest.param(
-            [1e6, 0.9], [1e6, 0.1], "answer[1]: expected 0.1, got 0.9", id="beside a large number"
-        ),
-        pytest.param(
-            [[1e6], [0.9]], [[1e6], [0.1]], "answer[1][0]: expected 0.1, got 0.9", id="in its list"
-        ),
-        pytest.param(
-            {"price": 250000.5, "p_fraud": 0.9},
-            {"price": 250000.5, "p_fraud": 0.1},
-            "answer.p_fraud: expected 0.1, got 0.9",
-            id="in its object",
-        ),
-        pytest.param(
-            {"at": 1763918941.12, "score": 0.9},
-            {"at": 1763918941.12, "score": 0.1},
-            "answer.score: expected 0.1, got 0.9",
-            id="beside a time",
-        ),
-        pytest.param([1e-12], [1.01e-12], "answer[0]: expected 1.01e-12, got 1e-12", id="small"),
-        pytest.param(
-            {"a": [900.0], "b": [0.5]},
-            {"a": [900.0], "b": [0.6]},
-            "answer.b[0]: expected 0.6, got 0.5",
-            id="in a list of an object",
-        ),
-        pytest.param([30522], [30523], "answer[0]: expected 30523, got 30522", id="whole numbers"),
-        pytest.param([1], [1.0], None, id="a whole fraction"),
-        pytest.param([True], [1], "answer[0]: expected 1, got True", id="a truth value"),
-        pytest.param([math.nan, math.inf], [math.nan, math.inf], None, id="not finite"),
-        pytest.param([math.nan], [0.0], "answer[0]: expected 0.0, got nan", id="not a number"),
-        pytest.param("7", 7, "answer: expected 7, got '7'", id="text"),
-        pytest.param([1.0], [1.0, 2.0], "answer: expected [1.0, 2.0], got [1.0]", id="length"),
-    ],
-)
-def test_answers_are_compared_as_tensors_are(
-    got: Any, expected: Any, difference: str | None
-) -> None:
-    assert json_difference(got, expected, 1e-4) == difference
 
 
 @pytest.mark.parametrize(
