@@ -11,12 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import grpc
 import httpx
 import pytest
 
 from modelyard.archiver import write_archive
-from modelyard.plugins.grpc.protos import message
 from modelyard.serve.control.model_config import Values
 from modelyard.serve.dataplane.cache import ENTRY_BYTES, OUR_HEADERS, AnswerStore, VersionAnswers
 from modelyard.serve.dataplane.call import HIGH, LOW, NORMAL, Reply
@@ -156,24 +154,6 @@ def test_every_protocol_finds_its_own_answers(server: LiveServer) -> None:
         assert (first.status_code, second.content) == (200, first.content), first.text
         assert outcomes(first, second) == ["miss", "hit"]
         assert first.headers.get(HEADER) == second.headers.get(HEADER)
-    request = message("inference.ModelInferRequest")(model_name="numbers")
-    request.inputs.add(name="image", datatype="FP32", shape=[1, 1, 8, 8])
-    request.raw_input_contents.append(b"\0\0\0\x3f" * 64)
-    answer = message("inference.ModelInferResponse")
-    found = []
-    with grpc.insecure_channel(server.grpc) as channel:
-        method = channel.unary_unary(
-            "/inference.GRPCInferenceService/ModelInfer", lambda m: m.SerializeToString(),
-            answer.FromString,
-        )  # fmt: skip
-        for id in ("a", "b"):
-            request.id = id
-            said, call = method.with_call(request, timeout=20)
-            assert said.id == id
-            found.append((dict(call.trailing_metadata())["x-cache"], said.raw_output_contents[0]))
-        bypass = method.with_call(request, metadata=(("cache-control", "no-cache"),))[1]
-    assert [outcome for outcome, _ in found] == ["miss", "hit"] and found[0][1] == found[1][1]
-    assert dict(bypass.trailing_metadata())["x-cache"] == "bypass"
 
 
 def test_an_etag_saves_the_answer(server: LiveServer) -> None:
