@@ -281,5 +281,6 @@ def test_who_waited_in_vain_goes_their_own_way(end: str) -> None:
         await asyncio.sleep(0)
         assert queue.calls == [waits] and third.is_cancelled and not second.done()
         assert not ask(answers)[0], "nobody waits for what has ended"
+        assert ask(answers)[0], "and for what has just begun"
 
     asyncio.run(scenario())
