@@ -240,7 +240,7 @@ def test_jobs_go_out_in_one_frame_and_replies_are_theirs(tmp_path: Path) -> None
             assert traces[0][0] is traces[1][0] and traces[0][0].worker_pid == worker.pid
             began_at = worker.began_at
             await worker.say((3, 200, wire.MORE, b"", [b"part"]))
-            assert worker.began_at == began_at and isinstance(why.reply.body, Stream)  # type: ignore[union-attr]
+            assert worker.began_at == began_at and isinstance(why.reply.body, Stream)
             await worker.say((3, 200, 0, b"", [b"rest"]))
             assert worker.answered == 5 and worker.is_idle and worker.held == [0, 0]
             (item,) = await hand(worker, ask()[0])
