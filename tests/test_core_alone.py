@@ -19,8 +19,8 @@ TRIP = (
 )
 """What is run by day: an export, an archive, a served answer, a handler of one's own."""
 WHOLE = ("test_docs.py", "test_image.py", "test_notebooks.py", "deploy/test_monitoring.py")
-"""What is about the checkout as a whole: pages, notebooks and dashboards name what plug-ins add, and
-the image holds them."""
+"""What is about the checkout as a whole: pages, notebooks and dashboards name what plug-ins add,
+and the image holds them."""
 
 pytestmark = pytest.mark.skipif(not (ROOT / "plugins").exists(), reason="there are none here")
 

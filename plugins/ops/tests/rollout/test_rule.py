@@ -379,3 +379,26 @@ def test_bounds_know_nothing_before_anything_was_counted() -> None:
     assert found["failures"] == (0, -1, 1)
     assert found["labels"] == (0, 0, 1)
     assert found["p50"] == (0, 0, 1)
+
+
+def test_answers_beside_each_other_are_counted_by_who_failed() -> None:
+    counted = Tally()
+    for live, candidate, times in ((200, 200, 1), (200, 500, 2), (503, 200, 3), (500, 500, 4)):
+        for _ in range(times):
+            counted.answered(False, live)
+            counted.answered(True, candidate)
+    assert counted.failures == {0: 5, 1: 2, -1: 3}
+    assert (counted.live.clients, counted.candidate.clients) == (10, 10)
+
+
+@pytest.mark.parametrize(
+    ("candidate_s", "least", "most", "slower"), [(1.19, 0, 0, False), (1.3, 850, 900, True)]
+)
+def test_what_takes_longer_than_the_tail_allows_is_late(
+    candidate_s: float, least: int, most: int, slower: bool
+) -> None:
+    counted = Tally()
+    for _ in range(1000):  # the tail is known after a hundred
+        counted.timed(1.0, candidate_s)
+    assert least <= counted.tail[1] <= most
+    assert counted.slower == {slower: 1000}
