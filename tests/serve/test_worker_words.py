@@ -219,6 +219,7 @@ def test_jobs_go_out_in_one_frame_and_replies_are_theirs(tmp_path: Path) -> None
             assert [item.body for item in items] == [b"one", b"two", b"x"]
             assert worker.held == [4, 1] and worker.running == 5 and not worker.is_idle
             assert (worker.capacity(PREDICT), worker.capacity(EXPLAIN)) == (12, 7)
+            worker.is_reserved = True
             began_at, busy_since = worker.began_at, worker.busy_since
             records = wire.encode_control(wire.METRICS, {"records": []})
             await worker.say(control=records)
@@ -241,8 +242,14 @@ def test_jobs_go_out_in_one_frame_and_replies_are_theirs(tmp_path: Path) -> None
             began_at = worker.began_at
             await worker.say((3, 200, wire.MORE, b"", [b"part"]))
             assert worker.began_at == began_at and isinstance(why.reply.body, Stream)
+            assert not worker.takes_work, "before it is idle"
             await worker.say((3, 200, 0, b"", [b"rest"]))
-            assert worker.answered == 5 and worker.is_idle and worker.held == [0, 0]
+            assert (
+                worker.takes_work
+                and worker.answered == 5
+                and worker.is_idle
+                and worker.held == [0, 0]
+            )
             (item,) = await hand(worker, ask()[0])
             assert item.id == 4
 
@@ -252,12 +259,13 @@ def test_jobs_go_out_in_one_frame_and_replies_are_theirs(tmp_path: Path) -> None
 def test_replies_of_one_batch_in_several_frames_are_counted_once(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with spoken(tmp_path) as worker:
-            await hand(worker, *(ask()[0] for _ in range(4)))
+            await hand(worker, *(ask(rows=rows)[0] for rows in (1, 1, 9, 1)))
             await worker.say(
                 (1, 200, wire.PARTIAL, b"", [b"a"], 0, 0, 4000), (2, 200, 0, b"", [b"b"])
             )
             assert worker.answered == 0
-            await worker.say((3, 200, 0, b"", [b"c"], 0, 0, 4000))
+            # What is refused may have claimed any number of rows.
+            await worker.say((3, 400, 0, b"", [b"c"], 0, 0, 4000))
             assert worker.answered == 3
             await worker.say((4, 0x1FF, wire.UNREAD, b"", [b""]))
             assert worker.answered == 3 and worker.is_idle  # it was not run

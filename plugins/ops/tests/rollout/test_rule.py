@@ -17,6 +17,7 @@ from modelyard.plugins.ops.rollout.rule import (
     Tally,
     bounds_of,
     parse_rule,
+    parts_of,
 )
 from modelyard.serve.errors import BadRequest
 
@@ -402,3 +403,30 @@ def test_what_takes_longer_than_the_tail_allows_is_late(
         counted.timed(1.0, candidate_s)
     assert least <= counted.tail[1] <= most
     assert counted.slower == {slower: 1000}
+
+
+def of_noise(candidate: int, noise: int) -> Tally:
+    """Count 3,000 requests answered thrice, of which so many of ten differ, never the same."""
+    counted = Tally()
+    for at in range(3000):
+        counted.add(OTHER_LABEL if at % 10 < candidate else EQUAL, str(at))
+        counted.add_noise(OTHER_LABEL if at % 10 >= 10 - noise else EQUAL, str(at))
+    return counted
+
+
+@pytest.mark.parametrize(("candidate", "noise", "is_broken"), [(3, 2, True), (2, 2, False)])
+def test_of_two_that_differ_from_themselves_the_noise_is_taken_off_once(
+    candidate: int, noise: int, is_broken: bool
+) -> None:
+    excess = next(parts_of(Rule(), of_noise(candidate, noise)))
+    shown = [way.with_floor(0.01).is_shown(0.01, is_above=True) for way in excess.broken]
+    assert excess.name == "excess" and any(shown) is is_broken
+
+
+@pytest.mark.parametrize("rule", [Rule(), Rule(labels=0.9)], ids=str)
+def test_no_part_uses_more_than_the_chance_of_being_wrong(rule: Rule) -> None:
+    for part in parts_of(rule, of_noise(1, 1)):
+        for ways in (part.kept, part.broken):
+            # The upper bound of a floor uses as much again.
+            spent = sum(way.chance * (1 + (way.floor is not None)) for way in ways)
+            assert 0.5 <= spent <= 1 + 1e-9, part.name
