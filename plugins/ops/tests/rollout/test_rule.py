@@ -430,3 +430,40 @@ def test_no_part_uses_more_than_the_chance_of_being_wrong(rule: Rule) -> None:
             # The upper bound of a floor uses as much again.
             spent = sum(way.chance * (1 + (way.floor is not None)) for way in ways)
             assert 0.5 <= spent <= 1 + 1e-9, part.name
+
+
+def test_ten_requests_that_are_all_slower_are_enough() -> None:
+    counted, shown = Tally(), []
+    for _ in range(10):
+        counted.timed(1.0, 1.3)
+        (way,) = next(part for part in parts_of(Rule(), counted) if part.name == "p50").broken
+        shown.append(way.is_shown(0.05, is_above=True))
+    assert shown == [False] * 9 + [True]
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_what_is_hardly_known_is_bounded_by_what_can_be(count: int) -> None:
+    counted = Tally()
+    for _ in range(count):
+        counted.timed(1.0, 1.0)
+    for name, bound in bounds_of(counted, 0.05).items():
+        least = -1 if name in ("excess", "failures", "p99") else 0
+        assert least <= bound.low <= bound.high <= 1, name
+
+
+@pytest.mark.parametrize(
+    ("clients", "reason"),
+    [
+        (299, "the candidate has answered 299 requests and the live version 299; expected 300 "),
+        (300, "3000 compared, and 0 timed: more are needed to tell how long it takes"),
+    ],
+)
+def test_a_canary_answers_as_many_clients_as_are_compared_at_least(
+    clients: int, reason: str
+) -> None:
+    judge, counted = Judge(Rule(least=300)), of_noise(0, 0)
+    for _ in range(clients):
+        counted.answered(False, 200)
+        counted.answered(True, 200)
+    judge.look(counted)
+    assert judge.explain(counted).reasons[0].startswith(reason)
