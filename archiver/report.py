@@ -49,7 +49,7 @@ class Parity:
     errors: Mapping[str, float] = field(default_factory=dict)
     """Output → largest error of a case, as quantised artifacts are judged."""
     scales: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Output → what its numbers are measured by, as `handlers.proof.scale` reads it."""
+    """Output → what its numbers are measured by, as `base.scale` reads it."""
 
 
 def ceiling(dtype: str) -> float:

@@ -48,7 +48,8 @@ class Group:
 
     def numbers(self) -> tuple[Numbers, Numbers]:
         """Return what is expected and what is there, in the shape of the lists."""
-        shape = tuple(max(sizes) + 1 for sizes in zip(*self.positions, strict=True))
+        # A key may read like a list: `a[]` beside a list `a`, whose positions are longer.
+        shape = tuple(max(sizes) + 1 for sizes in zip(*self.positions, strict=False))
         if math.prod(shape) != len(self.pairs):  # lists of several lengths
             shape = (len(self.pairs),)
         return tuple(  # type: ignore[return-value]
