@@ -62,8 +62,9 @@ def complete(given: Sequence[str], proposal: Proposal) -> tuple[str, ...]:
     """Return the given inputs, and the proposed ones that a call still needs.
 
     Given inputs that the model runs with are complete: whoever leaves the attention mask out has
-    no mask, and as many as are proposed stand in their places, whatever they are called. Where one that is needed is missing, every proposed one that is not given is added,
-    with the dimensions of those that are.
+    no mask, and as many as are proposed stand in their places, whatever they are called. Where one
+    that is needed is missing, every proposed one that is not given is added, with the dimensions of
+    those that are.
     """
     by_name = {_name(text): text for text in given}
     have_names_of_their_own = by_name.keys().isdisjoint(map(_name, proposal.inputs))

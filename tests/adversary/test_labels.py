@@ -55,7 +55,7 @@ HARMLESS: dict[str, Any] = {
     "with ids": {key: [f"n0{key}", name] for key, name in NAMES.items()},
     "as a list": {"object_type_names": list(NAMES.values())},
 }
-PARTS = 4
+PARTS = 10
 """A part of the rows runs by day, all of them at night."""
 
 
@@ -77,6 +77,7 @@ def tried(files: Files, folder: Path, part: int) -> list[Row]:
     ]
 
 
+@pytest.mark.timeout(600)
 def test_some_altered_label_files_are_seen(digits: Files, tmp_path: Path) -> None:
     judge(tried(digits, tmp_path, 0))
 
