@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import httpx
 import pytest
 
+from modelyard.plugins.ops.console.readings import COLUMNS
 from modelyard.plugins.ops.console.render import POLICY
 from modelyard.plugins.ops.console.visit import FORM_BYTES
 from modelyard.serve.http.tokens import make_grant
@@ -166,7 +167,7 @@ def test_the_pages_show_what_is_served_and_done(server: LiveServer, viewer: Brow
     kept = viewer.get("/console/models/echo/1.0").text.partition("Answers that are kept")[2]
     assert '<th scope="row">2</th><td data-name="Not found" class="n">1</td>' in kept
     points = poll(lambda: viewer.get("/console/models/echo/1.0/points").json(), "a reading")
-    assert all(len(point) == 9 for point in points)
+    assert all(len(point) == COLUMNS for point in points)
     overview = viewer.get("/console").text
     assert 'href="console/models/echo/1.0"' in overview and "1 of 1" in poll(
         lambda: "1 of 1" in (text := viewer.get("/console/live").text) and text, "workers"
