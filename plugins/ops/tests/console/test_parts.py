@@ -268,7 +268,9 @@ def test_an_hour_is_remembered_whether_or_not_somebody_looks_and_no_more() -> No
     assert len(history.points()) == WINDOW and len(history.points(most=3)) == 3
     hour = [row[0] for row in history.points(is_hour=True)]
     assert hour == sorted(hour) and 3580 <= hour[-1] - hour[0] <= 3600
-    assert list(history.medians()) == [approx(3.75)] * POINTS and len(watch._seen[key]) == RECENT + 1
+    assert (
+        list(history.medians()) == [approx(3.75)] * POINTS and len(watch._seen[key]) == RECENT + 1
+    )
     size = history.size + sum(counts.itemsize * len(counts) for _, counts in watch._seen[key])
     assert size < HISTORY_BYTES
 
