@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from modelyard.plugins.ops.console.alerts import Alerts
 from modelyard.plugins.ops.console.app import Console, is_console
 from modelyard.plugins.ops.console.events import Events
 from modelyard.plugins.ops.console.log import LogPages, attach
@@ -40,6 +41,8 @@ class Ops:
         renderer = Renderer()
         self._watch, self._events = Watch(registry), Events()
         self._watch.on_reading = self._events.look
+        self._alerts = Alerts(settings)
+        self._events.on_event.append(self._alerts)
         registry.on_change.append(self._events.changed)
         registry.on_event.append(self._events.told)
         self._before = how_it_ended(lifecycle.policy.state)
@@ -68,4 +71,5 @@ class Ops:
     async def stop(self) -> None:
         """End what looks on."""
         self._watch.close()
+        self._alerts.close()
         await self._rollouts.stop()
