@@ -70,7 +70,9 @@ def read_chain(lines: bytes) -> Chain:
 
 def follow(lines: Iterable[bytes], torn: bytes = b"") -> Chain:
     """Follow a chain of lines."""
-    entries, heads, head = [], [], Head()
+    entries: list[dict[str, Any]] = []
+    heads: list[str] = []
+    head = Head()
     for number, line in enumerate(lines, 1):
         try:
             entry = _parse(line)

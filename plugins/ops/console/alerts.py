@@ -39,7 +39,7 @@ class Alerts:
     """
 
     def __init__(self, settings: Settings) -> None:
-        self._url = urlsplit(settings.alert_url)
+        self._url = urlsplit(settings.alert_url or "")
         self._kinds = frozenset(settings.alert_events)
         if unknown := sorted(self._kinds.difference(KINDS)):
             known = ", ".join(KINDS)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
-from modelyard.plugins.ops.console.readings import TOTAL, Key, Watch
+from modelyard.plugins.ops.console.readings import RECENT, TOTAL, Key, Watch
 from modelyard.serve.control.register import pools_of
 from modelyard.serve.control.registry import ModelVersion
 from modelyard.serve.dataplane.metrics import KINDS
@@ -178,6 +178,8 @@ class Events:
         at = key, kind
         if is_so and at not in self._going_on:
             self._going_on[at] = self.add(kind, key, text, place_of(*key) + page)
+        elif is_so and self._now() - self._going_on[at].at <= RECENT:  # until it is seen whole
+            self._going_on[at].text = text
         elif not is_so and at in self._going_on:
             self._going_on.pop(at).until = self._now()
 

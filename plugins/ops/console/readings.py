@@ -35,7 +35,10 @@ POINTS = 360
 HISTORY_BYTES = 64 << 10
 """Most memory of what is remembered of one version."""
 MOST_REMEMBERED = 64
-"""Most versions that are remembered; one that is busy takes the place of one that has been idle."""
+"""Most versions that are remembered; one that is busy takes the place of one that has been idle,
+and one that is looked at that of any."""
+IDLE_S = 300.0
+"""Time without answers and looks after which a version has been idle."""
 LOOKED_S = 10.0
 """Time for which a look counts."""
 MEMORY_EVERY_S = 10.0, 30.0
@@ -102,6 +105,8 @@ class History:
 
     def __init__(self) -> None:
         self._fine, self._coarse = array("d"), array("d")
+        self.wanted_at = -math.inf
+        """Time of the last answer or look."""
 
     def add(self, reading: Reading) -> None:
         """Take the newest reading."""
@@ -172,9 +177,11 @@ class Watch:
         self._last_look = time.monotonic()
         if self._timer is None:
             self.start()
-        if key in self._histories:
-            self._histories.move_to_end(key)
-        return self._histories.get(key) or self._remember(key)
+        history = self._remember(key, math.inf)
+        assert history is not None
+        history.wanted_at = self._last_look
+        self._histories.move_to_end(key)
+        return history
 
     def start(self) -> None:
         """Begin to read."""
@@ -192,20 +199,26 @@ class Watch:
             self._memory_at = now
             self._memory_task = asyncio.create_task(self._read_memory())
 
-    def _remember(self, key: Key) -> History:
-        while len(self._histories) >= MOST_REMEMBERED:
-            self._histories.popitem(last=False)
-        history = self._histories[key] = History()
+    def _remember(self, key: Key, now: float) -> History | None:
+        """Return what is remembered of a version; None where others need the room."""
+        history = self._histories.get(key)
+        if history is None:
+            if len(self._histories) >= MOST_REMEMBERED:
+                oldest = next(iter(self._histories))
+                if now - self._histories[oldest].wanted_at < IDLE_S:
+                    return None
+                del self._histories[oldest]
+            history = self._histories[key] = History()
         return history
 
     def _read(self, now: float, at: float) -> None:
         models = list(self._registry)
         counts = list(map(count, models))
         total = array("d", map(sum, zip(*counts, strict=True))) or array("d", [0.0] * SIZE)
-        groups = [((each.name, each.version), [each]) for each in models] + [(TOTAL, models)]
+        groups = [(TOTAL, models), *(((each.name, each.version), [each]) for each in models)]
         self.number += 1
         readings: dict[Key, Reading] = {}
-        for (key, members), counted in zip(groups, [*counts, total], strict=True):
+        for (key, members), counted in zip(groups, [total, *counts], strict=True):
             seen = self._seen.setdefault(key, deque(maxlen=RECENT + 1))
             if seen and counted[AT["answered"]] < seen[-1][1][AT["answered"]]:
                 seen.clear()  # a version was unregistered, or another one has its name
@@ -214,12 +227,12 @@ class Watch:
                 at, members, seen, seen[-2 if len(seen) > 1 else -1]
             )
             is_busy = bool(reading.rate) or key == TOTAL
-            history = self._histories.get(key)
-            if history is None and (is_busy or len(self._histories) < MOST_REMEMBERED):
-                history = self._remember(key)
+            has_room = is_busy or len(self._histories) < MOST_REMEMBERED
+            history = self._remember(key, now) if has_room else self._histories.get(key)
             if history is not None:
                 history.add(reading)
                 if is_busy:
+                    history.wanted_at = now
                     self._histories.move_to_end(key)
                 if self.number % RECENT == 0:
                     history.add_coarse(self._make(at, members, seen, seen[0]))

@@ -107,6 +107,8 @@ const drawMarks = (plot) => {
   ctx.save();
   ctx.font = `${10 * devicePixelRatio}px system-ui, sans-serif`;
   ctx.lineWidth = devicePixelRatio;
+  ctx.textAlign = "left";
+  ctx.textBaseline = "alphabetic";
   let free = bbox.left;
   for (const [at, until, level, kind] of marks.slice().reverse()) {
     if ((until || at) < first || at > plot.scales.x.max) continue;

@@ -128,7 +128,7 @@ def start_rollout(server: LiveServer, name: str) -> None:
 
 
 def promote(server: LiveServer, name: str, to: str) -> None:
-    query = {"to": to, "force": True}
+    query: dict[str, str | bool] = {"to": to, "force": True}
     answer = server.management.post(f"/models/{name}/rollout/promote", params=query)
     assert answer.status_code == 200, answer.text
 
@@ -168,8 +168,9 @@ INCIDENTS = {
     "memory leak": Incident(leak, "memory of predict 1", "leaking", ["MB, it had"]),
     "overload": Incident(flood, "refusals", "flooded", ["more came than", "up to 2 requests"]),
     "slow model": Incident(slow, "slower", "slowed", ["is usual", "slowed 1.0"]),
-    "returned": Incident(have_returned, "returned", "returned", ["it failed at"]),
-    "promoted": Incident(have_promoted, "promoted", "promoted", ["Worst differences", "37"]),
+    "returned": Incident(have_returned, "returned", "returned 2.0", ["it failed at"]),
+    "promoted": Incident(have_promoted, "promoted", "promoted 2.0",
+                         ["default: promoted by", "Worst differences"]),
     "errors": Incident(raise_errors, "errors", "raising", ["the price list is empty"]),
     "not registered": Incident(fail_to_register, "not registered", "breaks_on_import",
                                ["a_library_that_nobody_has"]),

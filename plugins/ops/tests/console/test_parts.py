@@ -266,7 +266,7 @@ def test_an_hour_is_remembered_whether_or_not_somebody_looks_and_no_more() -> No
         watch._read(second, second)
     history = watch._histories[key]
     assert len(history.points()) == WINDOW and len(history.points(most=3)) == 3
-    hour = [row[0] for row in history.points(is_hour=True)]
+    hour = [row[0] or 0.0 for row in history.points(is_hour=True)]
     assert hour == sorted(hour) and 3580 <= hour[-1] - hour[0] <= 3600
     assert (
         list(history.medians()) == [approx(3.75)] * POINTS and len(watch._seen[key]) == RECENT + 1
@@ -278,8 +278,9 @@ def test_an_hour_is_remembered_whether_or_not_somebody_looks_and_no_more() -> No
 def test_what_is_remembered_is_bounded_and_busy_versions_go_before_idle_ones() -> None:
     served = Served()
     watch = Watch(cast(Any, served))
-    idle = [SimpleNamespace(**{**vars(served.model), "metrics": VersionMetrics(Metrics(), "i", "1"),
-                               "name": f"idle-{at}"}) for at in range(MOST_REMEMBERED)]  # fmt: skip
+    idle = [SimpleNamespace(**vars(served.model)) for _ in range(MOST_REMEMBERED)]
+    for at, each in enumerate(idle):
+        each.name, each.metrics = f"idle-{at}", VersionMetrics(Metrics(), f"idle-{at}", "1")
     served.models = [*idle, served.model]
     watch._read(1, 1)
     assert len(watch._histories) == MOST_REMEMBERED and ("m", "1") not in watch._histories
@@ -287,8 +288,14 @@ def test_what_is_remembered_is_bounded_and_busy_versions_go_before_idle_ones() -
     watch._read(2, 2)
     assert {("m", "1"), TOTAL} < watch._histories.keys()
     assert len(watch._histories) == MOST_REMEMBERED
+    for second in range(3, 3 + WINDOW):  # more are busy than there is room for: nobody is forgotten
+        for each in served.models:
+            each.metrics.kinds[0].answered(200, 0.004)
+        watch._read(second, second)
+    assert len(watch._histories[TOTAL].points()) == WINDOW
+    assert sum(len(each.points()) >= WINDOW for each in watch._histories.values()) >= 60
     served.models.clear()
-    watch._read(3, 3)
+    watch._read(second + 1, second + 1)
     assert set(watch._histories) == set(watch._seen) == set(watch.latest) == {TOTAL}
 
 
