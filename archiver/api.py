@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from modelyard.archiver.read import Archive
+    from modelyard.archiver.signing import Trust
+    from modelyard.archiver.untrusted.container import Progress
     from modelyard.archiver.verify import Check
 
 Paths = str | Path | Sequence[str | Path]
@@ -59,29 +63,31 @@ def archive(
     to the log `modelyard.archiver.write`.
 
     Args:
-        name: the model's name, under which it is served.
+        name: the model's name, under which it is served; the archive is NAME.mar.
         artifact: exported file; its report beside it is packed too. Not needed by a handler of
             yours that does without one.
         handler: a built-in handler's name, `FILE.py` or `FILE.py:NAME`; `auto` chooses a built-in
             one by what the model takes and gives.
         version: the model's version.
-        output_dir: made when missing.
+        output_dir: folder for the archive, made when missing.
         examples: requests and their answers: `{"scans/7.png": "7"}`; or files alone, for which the
             answer is what the handler says now.
         explain_with: artifact with gradients that explains this one; for ONNX the `.pt2` of the
             same name beside it when absent.
-        extra_files: packed under their base names.
+        extra_files: files that are packed under their base names.
         config_file: configuration of the model, as model-config.yaml.
         requirements: file of what the handler imports, as pip reads it; pinned with hashes now.
         wheels: folder of the requirements' wheels, which then travel inside.
         source_folder: the checkpoint's folder, of which the tokenizer, processor and labels are
-            packed for a built-in handler.
+            packed for a built-in handler; by default for `auto`, where the export found it.
         reference: JSON list of requests, or a folder of them, whose explanations are what those of
             live predictions are compared with.
-        archive_format: `zip-store`, `tgz` or `no-archive`, a folder.
+        archive_format: `zip-store`, a zip without compression, `tgz`, NAME.tar.gz, or
+            `no-archive`, a folder.
         sign: file of a private key, of `modelyard keygen`.
-        expires: when the signature ends, as 2027-01-31.
-        dry_run: False writes it without loading it, which then runs no code.
+        expires: when the signature ends, as 2027-01-31; never by default.
+        dry_run: load it as a worker does and answer the examples before it is written; without,
+            none of its code runs.
         force: replace an archive that exists.
 
     Raises:
@@ -124,6 +130,7 @@ def verify(
     """Check an archive here: its digests, signature, golden requests and parity.
 
     Args:
+        file: the archive.
         public_key: file of public keys; one of them must have signed the archive.
         run: replay the golden requests and the parity check, which runs the archive's code.
         device: where it runs: auto, cpu, cuda or cuda:N.
@@ -132,19 +139,27 @@ def verify(
     Raises:
         ArchiveError: it is damaged, was changed, is unsafe, or no such key signed it.
     """
+    from modelyard.archiver.verify import verify_archive
+
+    with open_to_verify(file, public_key, run) as (opened, trust):
+        checks = verify_archive(opened, trust=trust, run=run, device=device, tolerance=tolerance)
+        return Verification(opened.path, opened.digest, tuple(checks))
+
+
+@contextmanager
+def open_to_verify(
+    file: str | Path, public_key: str | Path | None, run: bool, progress: Progress | None = None
+) -> Iterator[tuple[Archive, Trust | None]]:
+    """Open an archive to be unpacked and run, and read the keys; errors as `verify`."""
     from modelyard.archiver.read import open_archive
     from modelyard.archiver.signing import read_trusted_keys
-    from modelyard.archiver.verify import verify_archive
 
     trust = read_trusted_keys(Path(public_key)) if public_key else None
     with tempfile.TemporaryDirectory(prefix="modelyard-") as folder:
         # What a key has still to vouch for is not written.
         staging = None if trust or not run else Path(folder)
-        with open_archive(file, staging=staging) as opened:
-            checks = verify_archive(
-                opened, trust=trust, run=run, device=device, tolerance=tolerance
-            )
-            return Verification(opened.path, opened.digest, tuple(checks))
+        with open_archive(file, progress=progress, staging=staging) as opened:
+            yield opened, trust
 
 
 def _examples(given: Mapping[str, object] | Paths) -> list[str]:

@@ -6,35 +6,37 @@ import json
 import os
 import re
 import sys
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
+from rich.progress import DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from modelyard.archiver import api
 from modelyard.archiver.errors import ArchiveError, BadName, Differs, NothingCompared, WrongUsage
-from modelyard.base.terminal import err
+from modelyard.base.terminal import described_arguments, step_bar
 
 if TYPE_CHECKING:
     from modelyard.archiver.read import Archive
-    from modelyard.archiver.verify import Check
 
 archive_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 verify_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 keygen_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 JsonOutput = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+
+_SAID = described_arguments(api.archive) | described_arguments(api.verify)
+_AGAIN = " May be repeated."
+_BYTES = (DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+
+
+def _option(field: str, *names: str, metavar: str | None = None, more: str = "") -> Any:
+    """Return an option with the words of the function that a program calls."""
+    return typer.Option(*names, metavar=metavar, help=f"{_SAID.get(field, '')}{more}")
 
 
 class Format(StrEnum):
@@ -46,106 +48,44 @@ class Format(StrEnum):
     no_archive = "no-archive"
 
 
+_File = Path | None
+
+
 @archive_app.command(
     epilog="Example: modelyard archive digits --artifact out/digits.onnx "
     "--handler image_classifier --version 1.0 --extra-files index_to_name.json "
     "--example scans/7.png=7 -o model_store"
 )
 def archive(
-    name: Annotated[
-        str, typer.Argument(metavar="NAME", help="The model's name; the archive is NAME.mar.")
-    ],
-    artifact: Annotated[
-        Path | None,
-        typer.Option(
-            help="Exported file; its report is packed too. Not needed by a FILE.py that does "
-            "without one."
-        ),
-    ] = None,
-    handler: Annotated[
-        str,
-        typer.Option(
-            metavar="auto|NAME|FILE.py[:NAME]",
-            help="A built-in handler, or a file with a class or a function of yours; `auto` "
-            "chooses a built-in one by what the model takes and gives.",
-        ),
-    ] = "auto",
-    version: Annotated[str, typer.Option(help="The model's version.")] = "1.0",
-    output_dir: Annotated[
-        Path, typer.Option("-o", "--output-dir", help="Folder for the archive; made when missing.")
-    ] = Path("model_store"),
+    name: Annotated[str, typer.Argument(metavar="NAME", help=_SAID.get("name"))],
+    artifact: Annotated[_File, _option("artifact")] = None,
+    handler: Annotated[str, _option("handler", metavar="auto|NAME|FILE.py[:NAME]")] = "auto",
+    version: Annotated[str, _option("version")] = "1.0",
+    output_dir: Annotated[Path, _option("output_dir", "-o", "--output-dir")] = Path("model_store"),
     example: Annotated[
         list[str] | None,
         typer.Option(
             metavar="FILE[=EXPECTED]",
             help="A request and its answer: a label, JSON, or a JSON file. Without one, what the "
-            "handler answers now. Repeatable.",
+            "handler answers now. May be repeated.",
         ),
     ] = None,
-    explain_with: Annotated[
-        Path | None,
-        typer.Option(
-            help="Artifact with gradients that explains this one. "
-            "Default for ONNX: the .pt2 of the same name beside it."
-        ),
-    ] = None,
+    explain_with: Annotated[_File, _option("explain_with")] = None,
     extra_files: Annotated[
-        list[str] | None,
-        typer.Option(metavar="FILE[,FILE…]", help="Further files to pack. Repeatable."),
+        list[str] | None, _option("extra_files", metavar="FILE[,FILE…]", more=_AGAIN)
     ] = None,
-    config_file: Annotated[
-        Path | None, typer.Option(help="Configuration of the model, as model-config.yaml.")
-    ] = None,
-    requirements: Annotated[
-        Path | None,
-        typer.Option(help="What the handler imports, as pip reads it; pinned with hashes now."),
-    ] = None,
-    wheels: Annotated[
-        Path | None,
-        typer.Option(help="Folder of the requirements' wheels, which then travel inside."),
-    ] = None,
-    source_folder: Annotated[
-        Path | None,
-        typer.Option(
-            "--from",
-            metavar="FOLDER",
-            help="The checkpoint's folder, of which the tokenizer, processor and labels are packed "
-            "for a built-in handler. Default for `auto`: where the export found it.",
-        ),
-    ] = None,
-    reference: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="JSON list of requests, or a folder of them, whose explanations are what those of "
-            "live predictions are compared with.",
-        ),
-    ] = None,
-    archive_format: Annotated[
-        Format,
-        typer.Option(help="A zip without compression, NAME.tar.gz, or a folder NAME."),
-    ] = Format.default,
+    config_file: Annotated[_File, _option("config_file")] = None,
+    requirements: Annotated[_File, _option("requirements")] = None,
+    wheels: Annotated[_File, _option("wheels")] = None,
+    source_folder: Annotated[_File, _option("source_folder", "--from", metavar="FOLDER")] = None,
+    reference: Annotated[_File, _option("reference", metavar="FILE")] = None,
+    archive_format: Annotated[Format, _option("archive_format")] = Format.default,
     sign: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="KEY_FILE",
-            help="Sign with this key of `modelyard keygen`; default: $MODELYARD_SIGNING_KEY.",
-        ),
+        _File, _option("sign", metavar="KEY_FILE", more=" Default: $MODELYARD_SIGNING_KEY.")
     ] = None,
-    expires: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DATE", help="When the signature ends, as 2027-01-31; default: never."
-        ),
-    ] = None,
-    dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run/--no-dry-run",
-            help="Load the archive as a worker does and replay the examples before writing it.",
-        ),
-    ] = True,
-    force: Annotated[bool, typer.Option("--force", help="Replace an archive that exists.")] = False,
+    expires: Annotated[str | None, _option("expires", metavar="DATE")] = None,
+    dry_run: Annotated[bool, _option("dry_run", "--dry-run/--no-dry-run")] = True,
+    force: Annotated[bool, _option("force", "--force")] = False,
     as_json: JsonOutput = False,
 ) -> None:
     """Pack an artifact, its handler and extra files into one sealed archive.
@@ -167,7 +107,7 @@ def archive(
         plan = plan_archive(request)
         for warning in plan.warnings:
             print(f"warning: {warning}", file=sys.stderr)
-        with _progress("packing") as progress:
+        with step_bar(*_BYTES) as step:
             packed = write_plan(
                 plan,
                 output_dir,
@@ -176,7 +116,7 @@ def archive(
                 key=key,
                 expires=end,
                 force=force,
-                progress=progress,
+                progress=partial(step, "packing"),
             )
     if packed.warning:
         print(f"warning: {packed.warning}", file=sys.stderr)
@@ -202,28 +142,14 @@ def archive(
 
 @verify_app.command(epilog="Example: modelyard verify model_store/digits.mar")
 def verify(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="The archive.")],
-    public_key: Annotated[
-        Path | None,
-        typer.Option(help="File of public keys; one of them must have signed the archive."),
-    ] = None,
-    run: Annotated[
-        bool,
-        typer.Option(
-            "--run/--no-run",
-            help="Replay the golden requests and the parity check, which runs the archive's code.",
-        ),
-    ] = True,
-    device: Annotated[str, typer.Option(help="Where it runs: auto, cpu, cuda or cuda:N.")] = "auto",
-    tolerance: Annotated[
-        float | None,
-        typer.Option(help="Largest tolerance of the archive's own that is believed."),
-    ] = None,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help=_SAID.get("file"))],
+    public_key: Annotated[_File, _option("public_key")] = None,
+    run: Annotated[bool, _option("run", "--run/--no-run")] = True,
+    device: Annotated[str, _option("device")] = "auto",
+    tolerance: Annotated[float | None, _option("tolerance")] = None,
     as_json: JsonOutput = False,
 ) -> None:
     """Check an archive here: digests, signature, golden requests, parity."""
-    from modelyard.archiver.read import open_archive
-    from modelyard.archiver.signing import read_trusted_keys
     from modelyard.archiver.verify import verify_archive
 
     result: dict[str, Any] = {"archive": str(file)}
@@ -232,27 +158,28 @@ def verify(
             f"{device} is not a device; expected auto, cpu, cuda or cuda:N", param_hint="--device"
         )
     try:
-        with _exit_codes(), tempfile.TemporaryDirectory(prefix="modelyard-") as folder:
-            trust = read_trusted_keys(public_key) if public_key else None
-            # What a key has still to vouch for is not written.
-            staging = None if trust or not run else Path(folder)
-            with (
-                _progress("checking") as progress,
-                open_archive(file, progress=progress, staging=staging) as opened,
-            ):
-                result = _archive_to_json(opened)
-                checks = verify_archive(
-                    opened, trust=trust, run=run, device=device, tolerance=tolerance
-                )
+        with (
+            _exit_codes(),
+            step_bar(*_BYTES) as step,
+            api.open_to_verify(file, public_key, run, partial(step, "checking")) as (opened, trust),
+        ):
+            result = _archive_to_json(opened)
+            checks = verify_archive(
+                opened, trust=trust, run=run, device=device, tolerance=tolerance
+            )
             result["checks"] = [vars(check) for check in checks]
-            if not as_json:
-                _print_checked(result, checks)
-            if problems := [
-                f"{check.subject}: {check.problem}" for check in checks if check.problem
-            ]:
-                if all(check.subject == "nothing" for check in checks if check.problem):
-                    raise NothingCompared(f"{file.name}: nothing was compared", problems)
-                raise Differs(f"{file.name} is not here what it was", problems)
+            checked = api.Verification(opened.path, opened.digest, tuple(checks))
+        if not as_json:
+            _print_files(result["files"])
+            print()
+            _print_columns([("CHECK", "RESULT"), *((each.subject, each.result) for each in checks)])
+            print(f"{file}: {len(opened.files)} files, digest {opened.digest}")
+        with _exit_codes():
+            wrong = [check for check in checks if check.problem]
+            if wrong and all(check.subject == "nothing" for check in wrong):
+                raise NothingCompared(f"{file.name}: nothing was compared", checked.problems)
+            if wrong:
+                raise Differs(f"{file.name} is not here what it was", checked.problems)
     except _Failed as failed:
         result["problems"] = failed.problems
         raise
@@ -313,17 +240,6 @@ def _exit_codes() -> Iterator[None]:
         raise _Failed(error) from error
 
 
-@contextmanager
-def _progress(verb: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a bar on standard error when it is a terminal; it disappears at the end."""
-    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(
-        TextColumn(verb), *columns, console=err, transient=True, disable=not err.is_terminal
-    ) as bar:
-        task = bar.add_task(verb, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
 def _paths(texts: Iterable[str]) -> list[Path]:
     """Split comma lists; a file may hold a comma itself."""
     paths: list[Path] = []
@@ -335,25 +251,21 @@ def _paths(texts: Iterable[str]) -> list[Path]:
 
 def _print_files(files: Iterable[Mapping[str, Any]], *columns: str) -> None:
     """Print name, size, the first 12 digits of the SHA-256 and further columns."""
-    lines = [
-        (f["name"], f"{f['size_bytes']:,}", f["sha256"][:12], *(f[name] for name in columns))
-        for f in files
+    rows = [
+        (f["name"], f"{f['size_bytes']:,}", f["sha256"][:12], *map(f.get, columns)) for f in files
     ]
-    lines.insert(0, ("FILE", "BYTES", "SHA256", *map(str.upper, columns)))
-    name_width, size_width = (max(len(line[column]) for line in lines) for column in range(2))
-    for name, size, digest, *rest in lines:
-        print(f"{name:<{name_width}}  {size:>{size_width}}  {digest:<12}  {''.join(rest)}".rstrip())
+    _print_columns([("FILE", "BYTES", "SHA256", *map(str.upper, columns)), *rows])
 
 
-def _print_checked(result: dict[str, Any], checks: Iterable[Check]) -> None:
-    """Print the files, then what was checked and what came of it."""
-    _print_files(result["files"])
-    lines = [("CHECK", "RESULT"), *((check.subject, check.result) for check in checks)]
-    width = max(len(subject) for subject, _ in lines)
-    print()
-    for subject, outcome in lines:
-        print(f"{subject:<{width}}  {outcome}")
-    print(f"{result['archive']}: {len(result['files'])} files, digest {result['digest']}")
+def _print_columns(rows: Sequence[tuple[Any, ...]]) -> None:
+    """Print rows of text below each other, numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = (
+            f"{cell:{'>' if rows[0][at] == 'BYTES' else '<'}{widths[at]}}"
+            for at, cell in enumerate(row)
+        )
+        print("  ".join(cells).rstrip())
 
 
 def _archive_to_json(opened: Archive) -> dict[str, Any]:

@@ -16,14 +16,10 @@ from modelyard.archiver.example import TOLERANCE, parse_example
 from modelyard.archiver.handler_files import LABELS_FILE
 from modelyard.archiver.labels import doubled_labels
 from modelyard.archiver.manifest import ARCHIVER_VERSION, Explain, Golden, Manifest, Seal
-from modelyard.archiver.model_config import (
-    keys_without_effect,
-    parse_model_config,
-    unknown_keys,
-)
+from modelyard.archiver.model_config import keys_without_effect, parse_model_config, unknown_keys
 from modelyard.archiver.report import Report, read_report
 from modelyard.archiver.requirements import Resolved, resolve
-from modelyard.archiver.source_checks import Source, source_warnings
+from modelyard.archiver.source_checks import source_warnings
 from modelyard.archiver.untrusted.container import MAX_ENTRIES
 from modelyard.archiver.untrusted.json import format_json
 from modelyard.archiver.untrusted.names import (
@@ -304,22 +300,27 @@ class _Collector:
 
     def add_artifact(self, artifact: Path) -> Report | None:
         """Pack the artifact and its report."""
-        problems_before = len(self.problems)
-        report = self.attempt(lambda: read_report(artifact))
-        self.add_file(artifact, "artifact", report.artifact_sha256 if report else None)
-        if report:
-            self.add_file(report.path, "report")
-            if report.parity and report.parity.extent == "quick":
-                self.warnings.append(
-                    f"{artifact.name} was compared with its checkpoint on few inputs; export it "
-                    "again without --quick before it is served"
-                )
-        elif len(self.problems) == problems_before:
+        report, is_missing = self._add_with_report(artifact, "artifact", "report")
+        if is_missing:
             self.warnings.append(
                 f"{artifact.name} has no report beside it: its signature and parity are unknown; "
                 "`modelyard export` writes it"
             )
+        if report and report.parity and report.parity.extent == "quick":
+            self.warnings.append(
+                f"{artifact.name} was compared with its checkpoint on few inputs; export it again "
+                "without --quick before it is served"
+            )
         return report
+
+    def _add_with_report(self, file: Path, *roles: str) -> tuple[Report | None, bool]:
+        """Pack a file and its report, and return that, or that there is none beside it."""
+        known = len(self.problems)
+        report = self.attempt(lambda: read_report(file))
+        self.add_file(file, roles[0], report.artifact_sha256 if report else None)
+        if report:
+            self.add_file(report.path, roles[1])
+        return report, report is None and len(self.problems) == known
 
     def add_twin(self, artifact: Path, report: Report | None, twin: Path | None) -> Explain | None:
         """Pack what explains the artifact: the artifact itself, or its differentiable twin."""
@@ -445,34 +446,31 @@ class _Collector:
         return twin if twin != artifact and twin.exists() and has_report else None
 
     def _add_other(self, artifact: Path, report: Report, twin: Path) -> Explain | None:
-        known = len(self.problems)
-        twin_report = self.attempt(lambda: read_report(twin))
-        self.add_file(twin, "twin", twin_report.artifact_sha256 if twin_report else None)
-        if twin_report is None:
-            if len(self.problems) == known:
-                self.problems.append(f"twin {twin} has no report; write it with `modelyard export`")
+        found, is_missing = self._add_with_report(twin, "twin", "twin's report")
+        if is_missing:
+            self.problems.append(f"twin {twin} has no report; write it with `modelyard export`")
+        if found is None:
             return None
-        self.add_file(twin_report.path, "twin's report")
-        if problem := _twin_problem(report, twin_report):
+        formats = " or ".join(DIFFERENTIABLE_FORMATS)
+        problem = (
+            difference(report, found)
+            if found.format in DIFFERENTIABLE_FORMATS
+            else f"{found.format} gives no gradients; expected {formats}"
+        )
+        if problem:
             self.problems.append(f"{twin.name} cannot explain {artifact.name}: {problem}")
-        return Explain(twin.name, twin_report.path.name)
+        return Explain(twin.name, found.path.name)
 
 
 def _sorted(parts: Iterable[Part]) -> tuple[Part, ...]:
     return tuple(sorted(parts, key=lambda part: part.name))
 
 
-def _twin_problem(report: Report, twin: Report) -> str | None:
-    if twin.format not in DIFFERENTIABLE_FORMATS:
-        return f"{twin.format} gives no gradients; expected {' or '.join(DIFFERENTIABLE_FORMATS)}"
-    return difference(report, twin)
-
-
-def _python_sources(parts: Iterable[Part]) -> Iterator[Source]:
+def _python_sources(parts: Iterable[Part]) -> Iterator[tuple[str, bytes]]:
     for part in parts:
         if part.name.endswith(".py") and isinstance(part.source, Path):
             with contextlib.suppress(OSError):
-                yield Source(part.name, part.source.read_bytes())
+                yield part.name, part.source.read_bytes()
 
 
 def created_on() -> str:

@@ -1,11 +1,28 @@
 """SHA-256 beside reading and writing: hashing weights takes as long as copying them."""
 
 import hashlib
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Self
 
 # Shorter chunks are hashed at once: a thread would take longer to wake.
 _WORTH_A_THREAD_BYTES = 256 * 1024
+
+
+@dataclass(frozen=True)
+class DigestedFile:
+    """One file that was read to its end."""
+
+    name: str
+    size_bytes: int
+    sha256: str
+
+
+def digest_of_all(files: Iterable[DigestedFile]) -> str:
+    """Return one SHA-256 that names all files: of the sorted lines `sha256  name`."""
+    lines = sorted(f"{file.sha256}  {file.name}\n" for file in files)
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 class Digest:

@@ -22,6 +22,19 @@ MAX_MANIFEST_BYTES = 1024 * 1024
 ARCHIVER_VERSION = "0.12.0"
 RUNTIMES = ("python", "python3", "LSP")
 
+KEYS = {
+    "model_name": "modelName",
+    "serialized_file": "serializedFile",
+    "handler": "handler",
+    "model_file": "modelFile",
+    "model_version": "modelVersion",
+    "requirements_file": "requirementsFile",
+    "config_file": "configFile",
+}
+"""Field of a manifest → its key below `model`, in the form's order."""
+FILES = ("serialized_file", "model_file", "requirements_file", "config_file")
+"""Fields that name a file of the archive."""
+
 PIN = re.compile(
     r"(?P<name>[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)"
     r"==(?P<version>[A-Za-z0-9][A-Za-z0-9.!+_-]*) --hash=sha256:(?P<sha256>[0-9a-f]{64})"
@@ -91,24 +104,16 @@ def parse_manifest(data: bytes) -> Manifest:
         document = parse_json(data, MAX_MANIFEST_BYTES)
     except ValueError as error:
         raise BadManifest(f"{MANIFEST_NAME} cannot be read", [str(error)]) from error
-    problems: list[str] = []
-    manifest = _manifest(Fields(document, "", problems))
-    if problems:
-        raise BadManifest(f"{MANIFEST_NAME} is wrong", problems)
+    fields = Fields(document)
+    manifest = _manifest(fields)
+    if fields.problems:
+        raise BadManifest(f"{MANIFEST_NAME} is wrong", fields.problems)
     return manifest
 
 
 def format_manifest(manifest: Manifest) -> bytes:
     """Write a manifest: the form's keys in its order, 2-space indent, UTF-8."""
-    model = {
-        "modelName": manifest.model_name,
-        "serializedFile": manifest.serialized_file,
-        "handler": manifest.handler,
-        "modelFile": manifest.model_file,
-        "modelVersion": manifest.model_version,
-        "requirementsFile": manifest.requirements_file,
-        "configFile": manifest.config_file,
-    }
+    model = {key: getattr(manifest, field) for field, key in KEYS.items()}
     document: dict[str, Any] = {
         "createdOn": manifest.created_on,
         "runtime": manifest.runtime,
@@ -128,11 +133,9 @@ def _manifest(fields: Fields) -> Manifest:
     return Manifest(
         model_name=_checked(model, "modelName", check_name),
         model_version=_version(model),
-        handler=_handler(model),
-        serialized_file=_file(model, "serializedFile"),
-        model_file=_file(model, "modelFile"),
-        requirements_file=_file(model, "requirementsFile"),
-        config_file=_file(model, "configFile"),
+        # `name`, `file.py` or `file.py:Class`
+        handler=_file(model, "handler", lambda value: value.partition(":")[0]),
+        **{field: _file(model, KEYS[field]) for field in FILES},
         runtime=runtime,
         created_on=fields.text_or_none("createdOn"),
         archiver_version=fields.text_or_none("archiverVersion"),
@@ -157,17 +160,10 @@ def _version(fields: Fields) -> str:
     return _checked(fields, "modelVersion", check_version) or "1.0"
 
 
-def _handler(fields: Fields) -> str | None:
-    """Read `name`, `file.py` or `file.py:Class`; a path must stay inside the archive."""
-    value = fields.text_or_none("handler")
-    if value and (problem := file_name_problem(value.partition(":")[0])):
-        fields.problems.append(f"{fields.at('handler')}: {quoted(value)}: {problem}")
-    return value
-
-
-def _file(fields: Fields, key: str) -> str | None:
+def _file(fields: Fields, key: str, name_of: Callable[[str], str] = str) -> str | None:
+    """Read what names a file, which must stay inside the archive."""
     value = fields.text_or_none(key)
-    if value and (problem := file_name_problem(value)):
+    if value and (problem := file_name_problem(name_of(value))):
         fields.problems.append(f"{fields.at(key)}: {quoted(value)}: {problem}")
     return value
 
@@ -180,8 +176,9 @@ def _seal(fields: Fields) -> Seal:
             "update modelyard or write the archive again"
         )
         return Seal(digests={})
+    listed = fields.object("digests")
     seal = Seal(
-        digests=_digests(fields.object("digests")),
+        digests={name: listed.sha256(name) for name in listed.values},
         report=_file(fields, "report"),
         signature=_optional(fields, "signature", read_signature),
         explain=_optional(fields, "explain", _explain),
@@ -190,10 +187,6 @@ def _seal(fields: Fields) -> Seal:
     )
     _check_references(fields, seal)
     return seal
-
-
-def _digests(fields: Fields) -> Mapping[str, str]:
-    return {name: fields.sha256(name) for name in fields.values}
 
 
 def _check_references(fields: Fields, seal: Seal) -> None:
@@ -241,11 +234,8 @@ def _seal_to_json(seal: Seal | None) -> dict[str, Any] | None:
     if seal is None:
         return None
     return {
-        "schema": SCHEMA,
-        "digests": dict(seal.digests),
-        "report": seal.report,
+        **{"schema": SCHEMA, **vars(seal)},
         "signature": seal.signature.to_json() if seal.signature else None,
         "explain": vars(seal.explain) if seal.explain else None,
         "golden": [vars(golden) for golden in seal.golden],
-        "requirements": list(seal.requirements),
     }

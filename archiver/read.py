@@ -7,19 +7,23 @@ not mixed in; what is unpacked is what was checked, or is compared with it once 
 """
 
 import contextlib
-import hashlib
 import secrets
 import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
-from modelyard.archiver.digest import Digest
+from modelyard.archiver.digest import Digest, DigestedFile, digest_of_all
 from modelyard.archiver.errors import ArchiveError, BadManifest, RefusedArchive
-from modelyard.archiver.manifest import MAX_MANIFEST_BYTES, Manifest, Seal, parse_manifest
+from modelyard.archiver.manifest import (
+    FILES,
+    KEYS,
+    MAX_MANIFEST_BYTES,
+    Manifest,
+    Seal,
+    parse_manifest,
+)
 from modelyard.archiver.untrusted.container import (
     Damaged,
     Member,
@@ -32,15 +36,6 @@ from modelyard.archiver.untrusted.folder import FolderReader
 from modelyard.archiver.untrusted.names import LOCK_NAME, MANIFEST_NAME, SIGNING_NAME, quoted
 from modelyard.archiver.untrusted.tar import GZIP_MAGIC, TarReader
 from modelyard.archiver.untrusted.zip import ZipReader
-
-
-@dataclass(frozen=True)
-class ArchivedFile:
-    """One file of an archive that passed every check."""
-
-    name: str
-    size_bytes: int
-    sha256: str
 
 
 class Archive:
@@ -61,14 +56,15 @@ class Archive:
         path: Path,
         reader: Reader,
         manifest: Manifest,
-        files: dict[str, ArchivedFile],
+        files: dict[str, DigestedFile],
         staged: Path | None,
     ) -> None:
         self.path = path
         self.manifest = manifest
         self.kind = reader.kind
         self.files = tuple(files.values())
-        self.digest = _archive_digest(manifest, files)
+        seal = manifest.modelyard
+        self.digest = files[MANIFEST_NAME].sha256 if seal else digest_of_all(self.files)
         self._reader = reader
         self._files = files
         self._members: dict[str, Member] = {member.name: member for member in reader.members}
@@ -141,12 +137,7 @@ class Archive:
     def __enter__(self) -> "Archive":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def _unpack_one(self, name: str, staging: Path) -> None:
@@ -157,7 +148,7 @@ class Archive:
             for chunk in self._checked_chunks(self._files[name]):
                 write(chunk)
 
-    def _checked_chunks(self, expected: ArchivedFile) -> Iterator[bytes]:
+    def _checked_chunks(self, expected: DigestedFile) -> Iterator[bytes]:
         """Yield a file's content; raise at its end when it is not what was checked."""
         with Digest() as digest:
             try:
@@ -282,14 +273,14 @@ def _read_manifest(reader: Reader, is_needed: bool) -> tuple[Manifest | None, li
 
 def _hash_files(
     reader: Reader, progress: Progress, staged: Path | None
-) -> tuple[dict[str, ArchivedFile], dict[str, str]]:
+) -> tuple[dict[str, DigestedFile], dict[str, str]]:
     """Read what `check` has not, and write it where that is wanted.
 
     Returns:
         The files by name, and what is damaged in which.
     """
     files = {
-        member.name: ArchivedFile(member.name, member.size_bytes, reader.digests[member.name])
+        member.name: DigestedFile(member.name, member.size_bytes, reader.digests[member.name])
         for member in reader.members
         if member.name in reader.digests
     }
@@ -306,7 +297,7 @@ def _hash_files(
                     progress(done, total)
             except Damaged as damage:
                 damages[member.name] = str(damage)
-            files[member.name] = ArchivedFile(member.name, member.size_bytes, digest.hexdigest())
+            files[member.name] = DigestedFile(member.name, member.size_bytes, digest.hexdigest())
     return files, damages
 
 
@@ -322,7 +313,7 @@ def _new_file(folder: Path | None, name: str) -> Iterator[Callable[[bytes], obje
         yield file.write
 
 
-def _changed_files(digests: Mapping[str, str], files: Mapping[str, ArchivedFile]) -> dict[str, str]:
+def _changed_files(digests: Mapping[str, str], files: Mapping[str, DigestedFile]) -> dict[str, str]:
     return {
         name: (
             f"{quoted(name)}: SHA-256 is {file.sha256[:12]}…, the manifest says "
@@ -358,13 +349,8 @@ def _seal_problems(manifest: Manifest, seal: Seal, reader: Reader) -> list[str]:
         for name in sorted(there - listed)
     ]
     handler = (manifest.handler or "").partition(":")[0]
-    named = {
-        "serializedFile": manifest.serialized_file,
-        "handler": handler if handler.endswith(".py") else None,
-        "modelFile": manifest.model_file,
-        "requirementsFile": manifest.requirements_file,
-        "configFile": manifest.config_file,
-    }
+    named = {KEYS[field]: getattr(manifest, field) for field in FILES}
+    named["handler"] = handler if handler.endswith(".py") else None
     problems += [
         f"{MANIFEST_NAME}: model.{key}: {quoted(name)} is not in the archive"
         for key, name in named.items()
@@ -380,10 +366,3 @@ def _parents(names: Iterable[str]) -> set[str]:
         for parts in (name.split("/") for name in names)
         for end in range(1, len(parts))
     }
-
-
-def _archive_digest(manifest: Manifest, files: Mapping[str, ArchivedFile]) -> str:
-    if manifest.modelyard is not None:
-        return files[MANIFEST_NAME].sha256
-    lines = sorted(f"{file.sha256}  {file.name}\n" for file in files.values())
-    return hashlib.sha256("".join(lines).encode()).hexdigest()

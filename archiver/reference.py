@@ -86,8 +86,8 @@ def parse_reference(data: bytes) -> Reference:
     Raises:
         ValueError: it is not one; the message is a phrase without the file's name.
     """
-    problems: list[str] = []
-    fields = Fields(parse_json(data, MAX_BYTES), "", problems)
+    fields = Fields(parse_json(data, MAX_BYTES))
+    problems = fields.problems
     rows, entries = fields.integer("rows"), fields.object("shares")
     shares = {name: entries.number(name) for name in entries.values}
     if not problems:
@@ -99,6 +99,5 @@ def parse_reference(data: bytes) -> Reference:
             problems.append(f"{len(shares)} parts; expected 1 to {MOST_PARTS}")
         if abs(sum(shares.values()) - 1) > _ROUNDING:
             problems.append(f"the shares add up to {sum(shares.values()):.6g}; expected 1")
-    if problems:
-        raise ValueError("; ".join(problems))
+    fields.check()
     return Reference(rows, shares)

@@ -31,7 +31,8 @@ def format_sbom(
         report: report of the artifact: what it was made from, and with.
     """
     requirements = manifest.modelyard.requirements if manifest.modelyard else ()
-    packages = [_pinned(pin) for pin in requirements]
+    pins = map(parse_pin, requirements)
+    packages = [{**_package(*pin.release), "hashes": _sha256(pin.sha256)} for pin in pins]
     pinned = {package["name"] for package in packages}
     versions = dict(report.versions) if report else {}
     packages += [
@@ -41,7 +42,10 @@ def format_sbom(
     ]
     if "python" in versions:
         packages.append(_component("platform", "python", versions["python"]))
-    files = [_file(name, digest) for name, digest in sorted(digests.items())]
+    files = [
+        {"type": "file", "bom-ref": f"file:{name}", "name": name, "hashes": _sha256(digest)}
+        for name, digest in sorted(digests.items())
+    ]
     root: dict[str, Any] = {
         "type": "machine-learning-model",
         "bom-ref": f"pkg:generic/{manifest.model_name}@{manifest.model_version}",
@@ -143,11 +147,6 @@ def _checkpoint(report: Report) -> dict[str, Any]:
     }
 
 
-def _pinned(text: str) -> dict[str, Any]:
-    pin = parse_pin(text)
-    return {**_package(pin.name, pin.version), "hashes": _sha256(pin.sha256)}
-
-
 def _package(name: str, version: str, kind: str = "library") -> dict[str, Any]:
     purl = f"pkg:pypi/{name}@{quote(version)}"
     return {**_component(kind, name, version), "bom-ref": purl, "purl": purl}
@@ -155,10 +154,6 @@ def _package(name: str, version: str, kind: str = "library") -> dict[str, Any]:
 
 def _component(kind: str, name: str, version: str) -> dict[str, Any]:
     return {"type": kind, "bom-ref": f"{name}@{version}", "name": name, "version": version}
-
-
-def _file(name: str, digest: str) -> dict[str, Any]:
-    return {"type": "file", "bom-ref": f"file:{name}", "name": name, "hashes": _sha256(digest)}
 
 
 def _sha256(digest: str) -> list[dict[str, str]]:

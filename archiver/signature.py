@@ -211,10 +211,9 @@ def parse_signature(document: Any) -> Signature:
     Raises:
         ValueError: every field that is wrong.
     """
-    problems: list[str] = []
-    signature = read_signature(Fields(document, "signature", problems))
-    if problems:
-        raise ValueError("; ".join(problems))
+    fields = Fields(document, "signature")
+    signature = read_signature(fields)
+    fields.check()
     return signature
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from packaging.version import InvalidVersion, Version
 
@@ -97,13 +97,14 @@ def read_signing_key(file: Path | None) -> "PrivateKey | None":
         NotTrusted: it is not a private key that can sign.
     """
     text = os.environ.get(ENVIRONMENT_KEY, "")
-    if file is None and not text:
+    if file is None and text.lstrip().startswith(_PEM_BEGIN):
+        data, where = text.strip().encode() + b"\n", ENVIRONMENT_KEY
+    elif file or text:
+        data, where = _read(file or Path(text)), str(file or text)
+    else:
         return None
-    if file is not None:
-        return _private_key(_read(file), str(file))
-    if text.lstrip().startswith(_PEM_BEGIN):
-        return _private_key(text.strip().encode() + b"\n", ENVIRONMENT_KEY)
-    return _private_key(_read(Path(text)), text)
+    key: PrivateKey = _key(data, where, is_private=True)
+    return key
 
 
 def read_expiry(text: str | None, key: "PrivateKey | None") -> datetime | None:
@@ -141,7 +142,11 @@ def read_trusted_keys(file: Path) -> Trust:
         if block or line.startswith(_PEM_BEGIN):
             block.append(line)
             if line.startswith(_PEM_END):
-                key = _public_key("\n".join(block), f"{file}: key {len(keys) + 1}")
+                key = _key(
+                    "\n".join([*block, ""]).encode(),
+                    f"{file}: key {len(keys) + 1}",
+                    is_private=False,
+                )
                 expires = _date(said["expires"], file) if "expires" in said else None
                 name = said.get("name", "")
                 keys[key_id(key)] = TrustedKey(key_id(key), key, name, expires)
@@ -322,17 +327,25 @@ def _pem(key: "PublicKey") -> bytes:
     )
 
 
-def _public_key(text: str, where: str) -> "PublicKey":
+def _key(data: bytes, where: str, *, is_private: bool) -> Any:
     from cryptography.exceptions import UnsupportedAlgorithm
-    from cryptography.hazmat.primitives.serialization import load_pem_public_key
+    from cryptography.hazmat.primitives import serialization
 
     try:
-        key = load_pem_public_key(text.encode() + b"\n")
-    except (ValueError, UnsupportedAlgorithm) as error:
-        raise NotTrusted(f"{where} is not a public key in PEM") from error
+        if is_private:
+            key: Any = serialization.load_pem_private_key(data, password=None)
+        else:
+            key = serialization.load_pem_public_key(data)
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        lacks = (
+            "holds no private key in PEM without a password; write one with `modelyard keygen`"
+            if is_private
+            else "is not a public key in PEM"
+        )
+        raise NotTrusted(f"{where} {lacks}") from error
     if not _can_sign(key):
         raise NotTrusted(f"{where} is not a key of {_KEYS}")
-    return key  # type: ignore[return-value]
+    return key
 
 
 def _can_sign(key: object) -> bool:
@@ -342,22 +355,6 @@ def _can_sign(key: object) -> bool:
     if isinstance(key, ec.EllipticCurvePrivateKey | ec.EllipticCurvePublicKey):
         return key.curve.name == ec.SECP256R1.name
     return isinstance(key, ed.Ed25519PrivateKey | ed.Ed25519PublicKey)
-
-
-def _private_key(data: bytes, where: str) -> "PrivateKey":
-    from cryptography.exceptions import UnsupportedAlgorithm
-    from cryptography.hazmat.primitives.serialization import load_pem_private_key
-
-    try:
-        key = load_pem_private_key(data, password=None)
-    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-        raise NotTrusted(
-            f"{where} holds no private key in PEM without a password; "
-            "write one with `modelyard keygen`"
-        ) from error
-    if not _can_sign(key):
-        raise NotTrusted(f"{where}: expected a key of {_KEYS}")
-    return key  # type: ignore[return-value]
 
 
 def _date(text: str, file: Path) -> datetime:

@@ -30,38 +30,31 @@ def our_modules() -> set[str]:
     return {"modelyard", *(name.partition(".")[0] for name in brought_modules())}
 
 
-@dataclass(frozen=True)
-class Source:
-    """One Python file of an archive."""
-
-    name: str
-    code: bytes
-
-    def parse(self) -> ast.Module | None:
-        """Return what it says; None for a file of another Python, or a template."""
-        try:
-            return ast.parse(self.code, filename=self.name)
-        except (SyntaxError, ValueError, RecursionError):
-            return None
+def parse_source(name: str, code: bytes) -> ast.Module | None:
+    """Return what a file says; None for a file of another Python, or a template."""
+    try:
+        return ast.parse(code, filename=name)
+    except (SyntaxError, ValueError, RecursionError):
+        return None
 
 
 def source_warnings(
-    names: Collection[str], sources: Iterable[Source], pins: Collection[Pin]
+    names: Collection[str], sources: Iterable[tuple[str, bytes]], pins: Collection[Pin]
 ) -> list[str]:
     """Return one sentence per thing that is likely to fail in a worker.
 
     Args:
         names: names of all files of the archive.
-        sources: the Python files among them.
+        sources: name and content of the Python files among them.
         pins: the packages that the archive's requirements pin.
     """
-    packages = _import_names(pin.name for pin in pins)
-    warnings = [*_shadows(names, packages)]
-    known = _known(names, packages)
-    for source in sources:
-        if (tree := source.parse()) is not None:  # the handler itself was parsed before
-            warnings += map(_describe, unmet_imports(source.name, tree, known))
-            warnings += _absolute_paths(source.name, tree)
+    packages = [pin.name for pin in pins]
+    warnings = [*_shadows(names, _import_names(packages))]
+    known = known_modules(names, packages)
+    for name, code in sources:
+        if (tree := parse_source(name, code)) is not None:  # the handler itself was parsed before
+            warnings += map(_describe, unmet_imports(name, tree, known))
+            warnings += _absolute_paths(name, tree)
     return warnings
 
 
@@ -82,20 +75,13 @@ def known_modules(names: Iterable[str], packages: Iterable[str]) -> set[str]:
         names: names of the archive's files.
         packages: packages that its requirements name.
     """
-    return _known(names, _import_names(map(canonicalize_name, packages)))
-
-
-def _known(names: Iterable[str], packages: Iterable[str]) -> set[str]:
-    return {*_modules(names), *our_modules(), *sys.stdlib_module_names, *packages}
-
-
-def _modules(names: Iterable[str]) -> set[str]:
-    """Return the names by which the archive's own files are imported."""
-    return {
-        name.partition("/")[0] if "/" in name else name.partition(".")[0]
+    own = {
+        name.partition("/" if "/" in name else ".")[0]
         for name in names
         if name.endswith((".py", ".so", ".pyd"))
     }
+    required = _import_names(map(canonicalize_name, packages))
+    return {*own, *our_modules(), *sys.stdlib_module_names, *required}
 
 
 def _shadows(names: Iterable[str], packages: Mapping[str, str]) -> Iterator[str]:
@@ -154,7 +140,8 @@ def unmet_imports(name: str, tree: ast.Module, known: Collection[str]) -> Iterat
             yield Unmet(name, line, imported)
     if not unknown:
         return
-    provided = _provided_by_modelyard()
+    own = own_distributions()  # every server has these, because Modelyard needs them
+    provided = {module for module, packages in _installed().items() if own.keys() & set(packages)}
     yield from (Unmet(name, line, each) for each, line in unknown.items() if each not in provided)
 
 
@@ -190,16 +177,6 @@ def _imports(body: Iterable[ast.stmt]) -> Iterator[tuple[str, int]]:
         elif not isinstance(node, ast.Try):
             for field in ("body", "orelse", "finalbody"):
                 yield from _imports(getattr(node, field, ()))
-
-
-def _provided_by_modelyard() -> set[str]:
-    """Return what every server can import because Modelyard needs it."""
-    own = own_distributions()
-    return {
-        module
-        for module, distributions in _installed().items()
-        if any(distribution in own for distribution in distributions)
-    }
 
 
 @functools.cache

@@ -69,19 +69,17 @@ def parse_bundle(document: object) -> Envelope:
     Raises:
         ValueError: it is not one with one signature by a key; the message names the fields.
     """
-    problems: list[str] = []
-    fields = Fields(document, "", problems)
+    fields = Fields(document)
     _expect(fields, "mediaType", MEDIA_TYPE)
     envelope = fields.object("dsseEnvelope")
     _expect(envelope, "payloadType", PAYLOAD_TYPE)
     signatures = envelope.objects("signatures")
     if len(signatures) != 1:
-        problems.append(f"dsseEnvelope.signatures: expected one, found {len(signatures)}")
+        fields.problems.append(f"dsseEnvelope.signatures: expected one, found {len(signatures)}")
     key = fields.object("verificationMaterial").object("publicKey")
     texts = [envelope.text("payload"), *(each.text("sig") for each in signatures)]
-    found = Envelope(key.text("hint"), *_decoded(texts, problems))
-    if problems:
-        raise ValueError("; ".join(problems))
+    found = Envelope(key.text("hint"), *_decoded(texts, fields.problems))
+    fields.check()
     return found
 
 
@@ -91,23 +89,21 @@ def parse_statement(payload: bytes) -> Statement:
     Raises:
         ValueError: it does not state the digests of a model's files; the message names the fields.
     """
-    problems: list[str] = []
-    fields = Fields(parse_json(payload, MAX_BUNDLE_BYTES), "", problems)
+    fields = Fields(parse_json(payload, MAX_BUNDLE_BYTES))
     _expect(fields, "_type", STATEMENT_TYPE)
     _expect(fields, "predicateType", PREDICATE_TYPE)
     predicate = fields.object("predicate")
     resources = predicate.objects("resources")
     digests = {each.text("name"): each.sha256("digest") for each in resources}
     if len(digests) != len(resources):
-        problems.append("predicate.resources: a name is there twice")
+        fields.problems.append("predicate.resources: a name is there twice")
     for each in resources:
         _expect(each, "algorithm", "sha256")
     subjects = fields.objects("subject")
     name = subjects[0].text("name") if subjects else ""
     own = predicate.object("modelyard") if "modelyard" in predicate.values else None
     expires = own.text_or_none("expires") if own else None
-    if problems:
-        raise ValueError("; ".join(problems))
+    fields.check()
     return Statement(name, digests, parse_date(expires) if expires else None)
 
 

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from modelyard.archiver.untrusted.json import Fields
+from modelyard.archiver.untrusted.json import Fields, is_number
 
 Number = int | float
 
@@ -141,7 +141,7 @@ def read_values(fields: Fields) -> Values:
     if "among" not in fields.values:
         return Values(_read_end(fields, "min"), _read_end(fields, "max"), order=order)
     numbers = fields.items("among")
-    if not (0 < len(numbers) <= MAX_AMONG and all(map(_is_number, numbers))):
+    if not (0 < len(numbers) <= MAX_AMONG and all(map(is_number, numbers))):
         fields.wrong("among", f"1 to {MAX_AMONG} numbers", numbers)
         numbers = [0]
     return _among(numbers, order)
@@ -149,7 +149,7 @@ def read_values(fields: Fields) -> Values:
 
 def read_end(value: Any) -> End | None:
     """Return an end as reports hold it, or None for what is not one."""
-    if _is_number(value):
+    if is_number(value):
         return End(value)
     try:
         return _parse_end(value) if isinstance(value, str) else None
@@ -182,10 +182,6 @@ def _parse_end(text: str) -> End:
 
 def _parse_number(text: str) -> Number:
     return float(text) if set(text) & set(".eE") else int(text)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
 def _end_json(end: End) -> Number | str:

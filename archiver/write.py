@@ -4,7 +4,7 @@ import logging
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -12,20 +12,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from modelyard.archiver.collect import ArchiveRequest, Part, Plan, plan_archive
-from modelyard.archiver.digest import Digest
+from modelyard.archiver.digest import Digest, DigestedFile
 from modelyard.archiver.dry_run import rehearse
 from modelyard.archiver.errors import ArchiveExists, CannotArchive
-from modelyard.archiver.manifest import MAX_MANIFEST_BYTES, Manifest, format_manifest
+from modelyard.archiver.manifest import (
+    MAX_MANIFEST_BYTES,
+    Manifest,
+    format_manifest,
+    parse_manifest,
+)
 from modelyard.archiver.proven import find_other_versions
 from modelyard.archiver.report import Report, parse_report
 from modelyard.archiver.sbom import format_sbom
 from modelyard.archiver.signing import sign
 from modelyard.archiver.statement import Statement
-from modelyard.archiver.tar_writer import TarWriter
+from modelyard.archiver.untrusted import names
 from modelyard.archiver.untrusted.container import CHUNK_BYTES, SUFFIXES, Progress, Writer
-from modelyard.archiver.untrusted.folder import FolderWriter
-from modelyard.archiver.untrusted.names import MANIFEST_NAME, SBOM_NAME, SIGNING_NAME
-from modelyard.archiver.zip_writer import ZipWriter, shrinks
+from modelyard.archiver.writers import FolderWriter, TarWriter, ZipWriter, shrinks
 
 if TYPE_CHECKING:
     from modelyard.archiver.signing import PrivateKey
@@ -34,12 +37,9 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class PackedFile:
+class PackedFile(DigestedFile):
     """One file that was packed."""
 
-    name: str
-    size_bytes: int
-    sha256: str
     role: str
 
 
@@ -140,19 +140,9 @@ def write_plan(
             _refuse_existing(target, force)
     except OSError as error:
         raise CannotArchive(f"cannot write {target}: {error.strerror or error}") from error
-    digest = next(file.sha256 for file in files if file.name == MANIFEST_NAME)
+    digest = next(file.sha256 for file in files if file.name == names.MANIFEST_NAME)
     other = find_other_versions(plan.manifest, plan.read)
     return Packed(target, digest, files, f"{other}; {repeated}" if other else "", coverage)
-
-
-def write_folder(plan: Plan, target: Path) -> None:
-    """Write a plan as an archive that is a folder, which must not be there yet.
-
-    Raises:
-        CannotArchive: a file is not the one that its report describes.
-        OSError: a file cannot be read or written.
-    """
-    _pack(plan, FolderWriter(target), _Meter(None, 0), None)
 
 
 class _Meter:
@@ -230,12 +220,12 @@ def _writer(archive_format: str, file: Any, plan: Plan) -> Writer:
         for part in plan.parts
         if shrinks(lambda: _chunks(part.source), part.size_bytes)  # noqa: B023
     }
-    return ZipWriter(file, {*deflated, MANIFEST_NAME})
+    return ZipWriter(file, {*deflated, names.MANIFEST_NAME})
 
 
 def _replace_folder(new: Path, target: Path) -> None:
     """Put a folder in the place of another; a folder cannot be replaced in one step."""
-    if target.exists() and not (target / MANIFEST_NAME).is_file():
+    if target.exists() and not (target / names.MANIFEST_NAME).is_file():
         raise CannotArchive(f"{target} is not an archive; it is not replaced, remove it yourself")
     for file in new.rglob("*"):
         if file.is_file():
@@ -288,14 +278,14 @@ def _pack(
     if plan.manifest.modelyard is not None:
         digests = {file.name: file.sha256 for file in packed}
         listed = format_sbom(plan.manifest, digests, _report(plan))
-        sbom = Part(SBOM_NAME, listed, "bill of materials")
+        sbom = Part(names.SBOM_NAME, listed, "bill of materials")
         packed.append(_write_part(writer, sbom, meter))
     manifest = _manifest(plan.manifest, packed)
-    packed.append(_write_part(writer, Part(MANIFEST_NAME, manifest, "manifest"), meter))
+    packed.append(_write_part(writer, Part(names.MANIFEST_NAME, manifest, "manifest"), meter))
     if key is not None:
         digests = {file.name: file.sha256 for file in packed}
         statement = Statement(str(plan.manifest.model_name), digests, expires)
-        signature = Part(SIGNING_NAME, sign(statement, key), "signature")
+        signature = Part(names.SIGNING_NAME, sign(statement, key), "signature")
         packed.append(_write_part(writer, signature, meter))
     return tuple(packed)
 
@@ -351,3 +341,44 @@ def _chunks(source: Path | bytes) -> Iterator[bytes]:
     with source.open("rb") as file:
         while chunk := file.read(CHUNK_BYTES):
             yield chunk
+
+
+# -- an unpacked archive with other files in place of some of its own → an archive, a folder -------
+
+
+def own_files(folder: Path) -> Iterator[str]:
+    """Yield the names of the files that an author packed into the archive unpacked in `folder`."""
+    made = (names.MANIFEST_NAME, names.SBOM_NAME, names.SIGNING_NAME, f"{names.SHARED_FOLDER}/")
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_file() and not name.startswith(made) and "__pycache__" not in name:
+            yield name
+
+
+def overlay(folder: Path, files: Mapping[str, Path], target: Path) -> None:
+    """Write the archive that is unpacked in `folder` anew, with `files` in place of its own.
+
+    Its golden requests stay, and the digests are those of what it holds now. It is not signed.
+
+    Args:
+        folder: folder with its manifest.
+        files: name in the archive → file to take.
+        target: the folder to make.
+
+    Raises:
+        ArchiveError: a report or an artifact does not fit the other.
+        OSError: a file cannot be read or written.
+    """
+    manifest = parse_manifest((folder / names.MANIFEST_NAME).read_bytes())
+    described = {}
+    seal = manifest.modelyard
+    if seal is not None and seal.report and manifest.serialized_file:
+        path = files.get(seal.report, folder / seal.report)
+        report = parse_report(path.read_bytes(), path)
+        described[manifest.serialized_file] = report.artifact_sha256
+        manifest = replace(manifest, modelyard=replace(seal, signature=report.signature))
+    parts = [
+        Part(name, files.get(name, folder / name), "file", described.get(name))
+        for name in own_files(folder)
+    ]
+    _pack(Plan(manifest, tuple(parts)), FolderWriter(target), _Meter(None, 0), None)

@@ -27,15 +27,16 @@ def how_to_install(error: ImportError) -> str | None:
 
 def what_is_missing(*modules: str) -> str | None:
     """Return the same of the first of these modules of `EXTRAS` that is not installed."""
-    return next((_advise(name) for name in modules if not _is_installed(name)), None)
+    return next((_advise(name) for name in modules if not is_installed(name)), None)
 
 
 def _advise(name: str) -> str:
     return f"{name} is not installed; pip install 'modelyard[{EXTRAS[name]}]'"
 
 
-def _is_installed(name: str) -> bool:
+def is_installed(name: str) -> bool:
+    """Return whether a module is there, without importing it."""
     try:
         return find_spec(name) is not None
-    except ValueError:  # it is None in sys.modules: somebody says that it is not to be found
+    except (ImportError, ValueError):  # of what is above it; None in sys.modules: not to be found
         return False

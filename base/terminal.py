@@ -1,5 +1,7 @@
-"""What every command line prints with: two consoles, a bar of steps, a table without lines."""
+"""What every command line prints with: two consoles, a bar of steps, a table, words of options."""
 
+import inspect
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,16 +20,23 @@ OnStep = Callable[[str, int, int], None]
 
 
 @contextmanager
-def step_bar() -> Iterator[OnStep]:
-    """Show the step at work, on a terminal only."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(
-        *columns, TimeElapsedColumn(), console=err, transient=True, disable=not err.is_terminal
-    ) as bar:
+def step_bar(*columns: Any) -> Iterator[OnStep]:
+    """Show the step at work, on a terminal only, with how far it is in these columns."""
+    columns = columns or (MofNCompleteColumn(), TimeElapsedColumn())
+    shown = (TextColumn("{task.description}"), BarColumn(), *columns)
+    with Progress(*shown, console=err, transient=True, disable=not err.is_terminal) as bar:
         task = bar.add_task("", total=None)
         yield lambda name, done, total: bar.update(
             task, description=name, completed=done, total=total
         )
+
+
+def described_arguments(function: Callable[..., object]) -> dict[str, str]:
+    """Return what the docstring of a function says of each argument, as the help of an option."""
+    text = (inspect.getdoc(function) or "").partition("Args:\n")[2].partition("\n\n")[0]
+    found = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", text, re.MULTILINE)
+    texts = {name: " ".join(words.split()) for name, words in found}
+    return {name: f"{text[:1].upper()}{text[1:]}" for name, text in texts.items()}
 
 
 def plain_table(*columns: tuple[str, Any], show_header: bool = True) -> Table:

@@ -98,6 +98,7 @@ class PacedLoad:
         rate: requests a second, of all connections.
         connections: most requests that are on their way at once.
         token: token for the inference API.
+        in_bursts: whether all connections send at once, and then none for a while.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class PacedLoad:
         rate: float,
         connections: int = 8,
         token: str = "",
+        in_bursts: bool = False,
     ) -> None:
         self._address = address
         self._path = f"/predictions/{model}"
@@ -119,7 +121,8 @@ class PacedLoad:
         self._sent = 0
         self.outcomes: list[Outcome] = []
         self._threads = [
-            threading.Thread(target=self._run, args=(n / rate,)) for n in range(connections)
+            threading.Thread(target=self._run, args=(0.0 if in_bursts else n / rate,))
+            for n in range(connections)
         ]
 
     def __enter__(self) -> Self:

@@ -30,7 +30,7 @@ WIDTH, HEIGHT = 1100, 1560
 CANDIDATES = ["good", "wrong", "slow"]
 HEADING = (
     f"{'CANDIDATE':<10} {'ENDED AS':<10} {'AFTER':>7} {'COMPARED':>9} {'DIFFER':>7} "
-    f"{'MORE THAN NOISE':>17} {'p99':>6} {'REQUESTS':>9} {'ERRORS':>7} {'CHANGED':>8}"
+    f"{'MORE THAN NOISE':>17} {'p50':>6} {'REQUESTS':>9} {'ERRORS':>7} {'CHANGED':>8}"
 )
 Picture = Callable[[str, str], None]
 
@@ -80,10 +80,12 @@ def main() -> None:
 
 
 @contextmanager
-def serving(store: Path, state: Path) -> Iterator[tuple[dict[str, Any], Operator, str]]:
-    """Serve the digits model for a block; yield the server, an operator and the token."""
+def serving(
+    store: Path, state: Path, models: str = "digits"
+) -> Iterator[tuple[dict[str, Any], Operator, str]]:
+    """Serve a model for a block; yield the server, an operator and the token."""
     about = modelyard_json(
-        "serve", "start", "--model-store", store, "--models", "digits", "--auth", "management",
+        "serve", "start", "--model-store", store, "--models", models, "--auth", "management",
         "--workers", "1", "--state-dir", state, "--port", "0", "--management-port", "0",
         "--metrics-port", "0",
     )  # fmt: skip
@@ -171,11 +173,12 @@ def _roll_out(
     changed = sum(each.label != live_labels.get(each.body, each.label) for each in outcomes)
     failed = sum(count for status, count in clients.count().items() if status != 200)
     excess = found["bounds"]["excess"]
-    ratio = found["bounds"]["p99Ratio"]
+    p50, own = (found["latency"][side]["p50"] for side in ("live", "candidate"))
+    ratio = own / p50 if own and p50 else 0
     more = f"{max(0, excess['low'] or 0):.2%} to {excess['high'] or 1:.2%}"
     return (
         f"{candidate:<10} {found['state']:<10} {after_s:>5.0f} s {found['compared']:>9} "
-        f"{found['verdicts'].get('differs', 0):>7} {more:>17} {ratio or 0:>6.2f} "
+        f"{found['verdicts'].get('differs', 0):>7} {more:>17} {ratio:>6.2f} "
         f"{len(outcomes):>9} {failed:>7} {changed:>8}"
     )
 

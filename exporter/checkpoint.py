@@ -23,14 +23,17 @@ from torch.nn.parameter import is_lazy
 
 from modelyard.base.nearest import nearest
 from modelyard.exporter.errors import CheckpointError, ModelError, NoClass, UsageError, cause
-from modelyard.exporter.formats.from_exported_program import open_program
 from modelyard.exporter.formats.from_onnx import open_onnx_file
+from modelyard.exporter.formats.to_exported_program import open_program
 from modelyard.exporter.ingest import Checkpoint, read_checkpoint
-from modelyard.exporter.ingest.hugging_face import build_hugging_face, quiet_and_offline
+from modelyard.exporter.ingest.hugging_face import (
+    build_hugging_face,
+    library_factory,
+    quiet_and_offline,
+)
 from modelyard.exporter.ingest.plain import Placeholder
 from modelyard.exporter.ingest.single_file import ONNX, PROGRAM
 from modelyard.exporter.ingest.value import KEYS_SHOWN, fit_names, list_shown, place_of
-from modelyard.exporter.libraries import library_factory
 
 MODEL_FORM = "file.py:Class, package.module:Class or package.module:factory"
 # Packages whose class methods do not make a network with random weights.

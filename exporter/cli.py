@@ -10,15 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from modelyard.base.terminal import format_bytes, out, plain_table, step_bar
+from modelyard.base.terminal import described_arguments, format_bytes, out, plain_table, step_bar
 from modelyard.base.threads import thread_environment
-from modelyard.exporter.errors import (
-    ExportError,
-    PartialExportError,
-    UsageError,
-    reason,
-)
-from modelyard.exporter.request import FLAGS, described_arguments, export
+from modelyard.exporter.errors import ExportError, PartialExportError, UsageError, reason
+from modelyard.exporter.request import FLAGS, export
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -30,13 +25,18 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 _PARTIAL = 3
 
 
-_SAID = described_arguments()
+_SAID = described_arguments(export)
+
+
+def option(text: str, *names: str, **limits: Any) -> Any:
+    """Return an option with its help."""
+    return typer.Option(*names, help=text, **limits)
 
 
 def _option(field: str, *names: str, metavar: str | None = None, more: str = "") -> Any:
     """Return an option with the words of `export`, in which a bracket is not markup."""
     said = _SAID.get(field, "").replace("[", r"\[")
-    return typer.Option(*(names or (FLAGS[field],)), metavar=metavar, help=f"{said}{more}")
+    return option(f"{said}{more}", *(names or (FLAGS[field],)), metavar=metavar)
 
 
 _Texts = list[str] | None
@@ -56,7 +56,7 @@ def export_command(
     task: Annotated[_Text, _option("task")] = None,
     weights_key: Annotated[_Text, _option("weights_key")] = None,
     ema: Annotated[bool, _option("ema")] = False,
-    trust: Annotated[bool, typer.Option("--trust", help=_TRUST)] = False,
+    trust: Annotated[bool, option(_TRUST, "--trust")] = False,
     generate: Annotated[bool, _option("generate")] = False,
     submodule: Annotated[_Text, _option("submodule")] = None,
     output_names: Annotated[_Texts, _option("output_names", more=_AGAIN)] = None,
@@ -69,7 +69,7 @@ def export_command(
     samples: Annotated[list[Path] | None, _option("samples", more=_AGAIN)] = None,
     quick: Annotated[bool, _option("quick")] = False,
     sample_only: Annotated[bool, _option("sample_only")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help=_JSON)] = False,
+    as_json: Annotated[bool, option(_JSON, "--json")] = False,
 ) -> None:
     r"""Write artifacts that are proven to agree with a checkpoint.
 

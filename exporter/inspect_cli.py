@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from modelyard.base.terminal import format_bytes, plain_table
-from modelyard.exporter.cli import exit_codes
+from modelyard.exporter.cli import exit_codes, option
 
 inspect_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -26,21 +26,13 @@ def inspect_command(
         Path, typer.Argument(metavar="FILE|FOLDER", help="Checkpoint, artifact or archive.")
     ],
     weights_key: Annotated[
-        str | None,
-        typer.Option(help="Path of the weights to list, where there are several, as in ema.model."),
+        str | None, option("Path of the weights to list, where there are several, as in ema.model.")
     ] = None,
-    ema: Annotated[bool, typer.Option("--ema", help="List the averaged weights.")] = False,
-    top: Annotated[
-        int, typer.Option(min=0, help="How many tensors to list, the largest; 0 lists all.")
-    ] = 20,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print everything as one JSON object.")
-    ] = False,
+    ema: Annotated[bool, option("List the averaged weights.", "--ema")] = False,
+    top: Annotated[int, option("How many tensors to list, the largest; 0 is all.", min=0)] = 20,
+    as_json: Annotated[bool, option("Print everything as one JSON object.", "--json")] = False,
     graph: Annotated[
-        bool,
-        typer.Option(
-            "--graph", help="Open the artifact's graph in Netron or Model Explorer, until Ctrl-C."
-        ),
+        bool, option("Open its graph in Netron or Model Explorer, until Ctrl-C.", "--graph")
     ] = False,
 ) -> None:
     """Describe a checkpoint, an artifact or an archive; none of its code runs.

@@ -160,7 +160,7 @@ def _onnx(source: Source) -> dict[str, Any]:
         *("ONNX", model.producer_name or None, model.producer_version or None, "protobuf"),
         weights={
             "parameters": sum(math.prod(tensor["shape"]) for tensor in tensors),
-            "size_bytes": None if outside else len(source),
+            "size_bytes": None if outside else source.size,
         },
         dtypes=dict(Counter(tensor["dtype"] for tensor in tensors)),
         tensors=tensors,

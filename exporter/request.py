@@ -5,9 +5,7 @@ Nothing here imports torch, which takes a second, before `export` is called.
 
 from __future__ import annotations
 
-import inspect
 import json
-import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -175,13 +173,6 @@ class ExportRequest:
         """Hand a line to whoever listens."""
         if self.tell is not None:
             self.tell(line)
-
-
-def described_arguments() -> dict[str, str]:
-    """Return what the docstring of `export` says of each argument, as the help of an option."""
-    text = (inspect.getdoc(export) or "").partition("Args:\n")[2].partition("\n\n")[0]
-    found = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", text, re.MULTILINE)
-    return {name: f"{words[0].upper()}{' '.join(words[1:].split())}" for name, words in found}
 
 
 def report_path(artifact: Path) -> Path:

@@ -29,7 +29,8 @@ from modelyard.exporter.errors import (
 from modelyard.exporter.formats import to_aoti, to_exported_program, to_onnx, to_torchscript
 from modelyard.exporter.formats.from_onnx import file_of
 from modelyard.exporter.ingest import ONNX, PROGRAM, Checkpoint, read_checkpoint
-from modelyard.exporter.inputs import Inputs, as_request, settle
+from modelyard.exporter.inputs.samples import as_request
+from modelyard.exporter.inputs.settle import Inputs, settle
 from modelyard.exporter.prove.checker import Checker
 from modelyard.exporter.prove.locate import first_difference
 from modelyard.exporter.prove.parity import ExportReport, Parity, check, publish, sha256

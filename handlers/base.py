@@ -26,6 +26,7 @@ from modelyard.archiver.reference import Reference
 from modelyard.archiver.report import Report
 from modelyard.archiver.signature import Size, TensorSpec, fits
 from modelyard.archiver.untrusted.names import MANIFEST_NAME
+from modelyard.base.nearest import did_you_mean
 from modelyard.handlers.body import body_of, parse_json
 from modelyard.handlers.context import Context
 from modelyard.handlers.errors import BadInput, LoadError
@@ -37,12 +38,12 @@ from modelyard.handlers.explain.explanation import Explanation
 from modelyard.handlers.explain.request.options import ExplainOptions, Region, Row
 from modelyard.handlers.explain.request.targets import ExplainedModel, Target
 from modelyard.handlers.infer import run_tensors
+from modelyard.handlers.limits import check_stated
 from modelyard.handlers.models.backends import Artifact, Output
 from modelyard.handlers.models.folder import load_label_mapping, read_config, read_reference
 from modelyard.handlers.models.packed import open_packed
 from modelyard.handlers.models.rows import (
     TopLabels,
-    check_stated,
     probabilities_of,
     read_numbers,
     read_output_kind,
@@ -53,12 +54,42 @@ from modelyard.handlers.models.rows import (
 from modelyard.handlers.proof.agree import Rule
 from modelyard.handlers.proof.mutation import Mutation
 from modelyard.handlers.ranges import span
-from modelyard.handlers.settings import Asked
 from modelyard.handlers.tensors import TensorRequest
 
 _log = logging.getLogger(__name__)
 
 Inputs = Tensor | tuple[Tensor, ...]
+
+
+class Asked(Mapping[str, Any]):
+    """`handler` of model-config.yaml: entries, and the names of all that were asked for.
+
+    Whoever goes through all of them has asked for each.
+    """
+
+    def __init__(self, entries: Mapping[str, Any]) -> None:
+        self._entries = entries
+        self._asked: dict[Any, None] = {}
+
+    def __getitem__(self, key: Any) -> Any:
+        self._asked[key] = None
+        return self._entries[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        self._asked |= dict.fromkeys(self._entries)
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def unread(self) -> list[str]:
+        """Return a sentence for each entry that nobody has asked for."""
+        return [
+            f"handler.{key} is not a setting of this handler; expected some of "
+            f"{', '.join(self._asked)}{did_you_mean(str(key), self._asked)}"
+            for key in self._entries
+            if key not in self._asked
+        ]
 
 
 _MOST_LABELS = 256
@@ -515,8 +546,11 @@ class BaseHandler:
             rows: rows of a batch, which are held to the values that the signature states.
             owners: which request each of them belongs to.
         """
-        for owner, row in zip(owners, rows, strict=True):
-            self._each(owner, check_stated, self._row_specs, row, self.made_by)
+        specs = self._row_specs
+        if len(specs) > 1 or any(spec.values for spec in specs):
+            for owner, row in zip(owners, rows, strict=True):
+                given = [torch.from_numpy(each) for each in row]
+                self._each(owner, check_stated, specs, given, 1, self.made_by)
         tensors = tuple(map(stack, self.inputs, zip(*rows, strict=True)))
         if self.is_whole:
             tensors = tuple(tensor[0] for tensor in tensors)

@@ -25,7 +25,7 @@ import numpy as np
 import orjson
 from modelyard_client.tensors import BF16, BYTES, LENGTH_HEADER
 
-from modelyard.archiver.signature import OIP_DATATYPES, Dim, TensorSpec, fits
+from modelyard.archiver.signature import OIP_DATATYPES, TensorSpec, fits
 from modelyard.handlers.context import Context
 from modelyard.handlers.entry_point import Entry, FoundHandler
 from modelyard.handlers.errors import BadInput, HandlerError
@@ -163,14 +163,13 @@ def _inputs(specs: Sequence[TensorSpec], request: TensorRequest) -> tuple[Tensor
     """Return the inputs of a request in the order of the model's, held to what it states."""
     import torch
 
-    from modelyard.handlers.limits import refused_values
+    from modelyard.handlers.limits import check_stated
 
     names = [spec.name for spec in specs]
     if missing := [name for name in names if name not in request.inputs]:
         raise BadInput(f'input "{missing[0]}" is missing; expected {", ".join(names)}')
     if extra := [name for name in request.inputs if name not in names]:
         raise BadInput(f'input "{extra[0]}" is unknown; expected {", ".join(names)}')
-    sizes: dict[str, int] = {}
     tensors = []
     for spec in specs:
         value, datatype = request.inputs[spec.name], request.datatypes[spec.name]
@@ -183,18 +182,10 @@ def _inputs(specs: Sequence[TensorSpec], request: TensorRequest) -> tuple[Tensor
                 f'input "{spec.name}" has the shape {list(shape)}; expected '
                 f"[{', '.join(map(str, spec.shape))}]"
             )
-        for dim, size in zip(spec.shape, shape, strict=False):
-            if isinstance(dim, Dim) and sizes.setdefault(dim.name, size) != size:
-                raise BadInput(
-                    f'input "{spec.name}" has {dim.name}={size}, another {sizes[dim.name]}; '
-                    "expected one size"
-                )
         if datatype != BF16:
             value = torch.from_numpy(value if value.flags.writeable else value.copy())
         tensors.append(value)
-    for spec, tensor in zip(specs, tensors, strict=True):
-        if spec.values and (problem := refused_values(spec, tensor, sizes)):
-            raise BadInput(f'input "{spec.name}" {problem}')
+    check_stated(specs, tensors)
     return tuple(tensors)
 
 

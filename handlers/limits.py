@@ -1,11 +1,60 @@
 """Whether a tensor holds what its signature states."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from modelyard.archiver.signature import TensorSpec
+from modelyard.archiver.signature import Dim, TensorSpec
+from modelyard.handlers.errors import BadInput, HandlerError
+
+
+def sizes_of_dims(
+    specs: Iterable[TensorSpec],
+    shapes: Iterable[Sequence[int]],
+    first: int = 0,
+    error: type[HandlerError] = BadInput,
+    expected: str = "one size",
+) -> dict[str, int]:
+    """Return the size that each dim of a name has.
+
+    Args:
+        specs: specs of the inputs.
+        shapes: shape of each, without the first dims of its spec.
+        first: how many those are.
+        error: error that is raised where one dim has two sizes.
+        expected: what it says of that.
+    """
+    sizes: dict[str, int] = {}
+    for spec, shape in zip(specs, shapes, strict=True):
+        for dim, size in zip(spec.shape[first:], shape, strict=False):
+            if isinstance(dim, Dim) and sizes.setdefault(dim.name, size) != size:
+                raise error(
+                    f'input "{spec.name}" has {dim.name}={size}, another {sizes[dim.name]}; '
+                    f"expected {expected}"
+                )
+    return sizes
+
+
+def check_stated(
+    specs: Sequence[TensorSpec], inputs: Sequence[Tensor], first: int = 0, made_by: str = ""
+) -> None:
+    """Refuse a request whose inputs hold other values than their signature states.
+
+    Args:
+        specs: specs of the inputs.
+        inputs: one of each, without the first dims of its spec.
+        first: how many those are.
+        made_by: what made them of a request that holds something else.
+
+    Raises:
+        BadInput: names the value, and what is expected; or a dim that has two sizes.
+    """
+    sizes = sizes_of_dims(specs, [each.shape for each in inputs], first)
+    for spec, tensor in zip(specs, inputs, strict=True):
+        if spec.values and (problem := refused_values(spec, tensor, sizes)):
+            made = f", as {made_by} makes them" if made_by else ""
+            raise BadInput(f'input "{spec.name}" {problem}{made}')
 
 
 def refused_values(spec: TensorSpec, tensor: Tensor, sizes: Mapping[str, int]) -> str | None:

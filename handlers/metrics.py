@@ -6,7 +6,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from modelyard.handlers.context import Context
@@ -27,6 +27,29 @@ Labels = Mapping[str, Any] | Sequence[Any]
 """Name → value, or objects with both."""
 
 
+class Measurement(NamedTuple):
+    """A value that a handler reports."""
+
+    name: str
+    value: Any
+    unit: str
+    request_id: str | None
+    """Id of the requests that it is about; None: it belongs to no request."""
+    dimensions: Labels
+    kind: Any
+
+    def record(self, labels: Mapping[str, Any]) -> Record:
+        """Return it as a worker sends it; raise TypeError or ValueError where it is no number."""
+        return {
+            "name": self.name,
+            "value": self.value if type(self.value) in (int, float) else float(self.value),
+            "unit": UNITS.get(self.unit, self.unit),
+            "type": getattr(self.kind, "value", self.kind),
+            "dimensions": {name: str(value) for name, value in labels.items()},
+            "request_id": self.request_id or None,
+        }
+
+
 class Reporter(ABC):
     """The methods by which handlers report values.
 
@@ -45,16 +68,8 @@ class Reporter(ABC):
         """What was reported since the last `drain`."""
 
     @abstractmethod
-    def _report(
-        self,
-        name: str,
-        value: Any,
-        unit: str,
-        request_id: str | None,
-        dimensions: Labels,
-        kind: Any,
-    ) -> None:
-        """Report a value; without a request id it belongs to no request."""
+    def _report(self, measured: Measurement) -> None:
+        """Take a value."""
 
     def drain(self) -> list[Record]:
         """Return what was reported since the last call, in order, and forget it."""
@@ -67,7 +82,8 @@ class Reporter(ABC):
         metric_type: Any = "counter",
     ) -> None:  # fmt: skip
         """Report a value of any unit."""
-        self._report(name, value, unit, self._request(idx), dimensions, metric_type)
+        request_id = self._request(idx)
+        self._report(Measurement(name, value, unit, request_id, dimensions, metric_type))
 
     def add_counter(
         self, name: str, value: Any, idx: int | None = None, dimensions: Labels = ()
@@ -81,8 +97,7 @@ class Reporter(ABC):
     ) -> None:  # fmt: skip
         """Report a duration in ms or s; raise ValueError for another unit."""
         if unit not in ("ms", "s"):
-            text = "the unit for a timed metric should be one of ['ms', 's']"
-            raise self.unit_error(text)
+            raise self.unit_error("the unit for a timed metric should be one of ['ms', 's']")
         self.add_metric(name, value, unit, idx, dimensions, metric_type)
 
     def add_size(
@@ -91,8 +106,7 @@ class Reporter(ABC):
     ) -> None:  # fmt: skip
         """Report a size in B, kB, MB or GB; raise ValueError for another unit."""
         if unit not in ("MB", "kB", "GB", "B"):
-            text = "The unit for size based metric is one of ['MB','kB', 'GB', 'B']"
-            raise self.unit_error(text)
+            raise self.unit_error("The unit for size based metric is one of ['MB','kB', 'GB', 'B']")
         self.add_metric(name, value, unit, idx, dimensions, metric_type)
 
     def add_percent(
@@ -104,17 +118,17 @@ class Reporter(ABC):
 
     def add_error(self, name: str, value: Any, dimensions: Labels = ()) -> None:
         """Report a value that belongs to no request."""
-        self._report(name, value, "", None, dimensions, "counter")
+        self._report(Measurement(name, value, "", None, dimensions, "counter"))
 
-    def labels(self, dimensions: Labels, request_id: str | None) -> dict[str, Any]:
+    def labels(self, measured: Measurement) -> dict[str, Any]:
         """Return the labels of a value: those that were named, the model's and the level."""
-        if isinstance(dimensions, Mapping):
-            named = dict(dimensions)
-        else:
-            named = {each.name: each.value for each in dimensions or ()}
-        if request_id is not None:
+        given, belongs = measured.dimensions or (), measured.request_id is not None
+        if not isinstance(given, Mapping):
+            given = {each.name: each.value for each in given}
+        named = dict(given)
+        if belongs:
             named.setdefault("ModelName", self.model_name)
-        named.setdefault("Level", "Error" if request_id is None else "Model")
+        named.setdefault("Level", "Model" if belongs else "Error")
         return named
 
     def _request(self, idx: int | None) -> Any:
@@ -142,27 +156,9 @@ class Metrics(Reporter):
         self.request_ids = self._context.request_ids  # the loop replaces them with every batch
         return super()._request(idx)
 
-    def _report(
-        self,
-        name: str,
-        value: Any,
-        unit: str,
-        request_id: str | None,
-        dimensions: Labels,
-        kind: Any,
-    ) -> None:
+    def _report(self, measured: Measurement) -> None:
         try:
-            number = value if type(value) in (int, float) else float(value)
+            self.records.append(measured.record(self.labels(measured)))
         except (TypeError, ValueError):
-            logger.error("the metric %s is %r; expected a number", name, value)
-            return
-        self.records.append(
-            {
-                "name": name,
-                "value": number,
-                "unit": UNITS.get(unit, unit),
-                "type": getattr(kind, "value", kind),
-                "dimensions": {k: str(v) for k, v in self.labels(dimensions, request_id).items()},
-                "request_id": request_id or None,
-            }
-        )
+            text = "the metric %s is %r; expected a number"
+            logger.error(text, measured.name, measured.value)

@@ -139,7 +139,7 @@ def _without_encoding(body: bytes | bytearray, encoding: str, most_bytes: int) -
 
 
 def _read(head: Mapping[str, Any], tail: memoryview | None) -> TensorRequest:
-    parameters = _object(head, "parameters", "the request")
+    parameters = _parameters(head, "the request")
     for name in parameters:
         if name.startswith("sequence_") and parameters[name]:
             raise BadInput(f"the parameter {name} is not supported: requests stand for themselves")
@@ -150,13 +150,11 @@ def _read(head: Mapping[str, Any], tail: memoryview | None) -> TensorRequest:
     datatypes: dict[str, str] = {}
     at = 0
     for each in given:
-        if not isinstance(each, dict) or not isinstance(each.get("name"), str):
-            raise BadInput("an input has no name; expected name, datatype, shape and data")
-        name = each["name"]
+        name = _name(each, "an input has no name; expected name, datatype, shape and data")
         where = f'input "{name}"'
         if name in inputs:
             raise BadInput(f"{where} is given twice")
-        own = _object(each, "parameters", where)
+        own = _parameters(each, where)
         datatype, shape = _datatype(each, where), _shape(each, where)
         datatypes[name] = datatype
         if (size := own.get("binary_data_size")) is None:
@@ -164,7 +162,7 @@ def _read(head: Mapping[str, Any], tail: memoryview | None) -> TensorRequest:
             continue
         if "data" in each and each["data"] is not None:
             raise BadInput(f"{where} has data and binary_data_size; expected one of them")
-        if not isinstance(size, int) or isinstance(size, bool) or size < 0:
+        if type(size) is not int or size < 0:
             raise BadInput(f"{where} has the binary_data_size {size!r}; expected a number of bytes")
         if tail is None or at + size > len(tail):
             there = 0 if tail is None else len(tail) - at
@@ -191,27 +189,23 @@ def _wanted(head: Mapping[str, Any]) -> list[Wanted] | None:
         raise BadInput(f"outputs is {_kind(outputs)}; expected a list of objects with a name")
     wanted: list[Wanted] = []
     for each in outputs:
-        if not isinstance(each, dict) or not isinstance(each.get("name"), str):
-            raise BadInput("an output that is asked for has no name")
-        name = each["name"]
+        name = _name(each, "an output that is asked for has no name")
         where = f'output "{name}"'
         if any(name == other.name for other in wanted):
             raise BadInput(f"{where} is asked for twice")
-        own = _object(each, "parameters", where)
+        own = _parameters(each, where)
         classes = own.get("classification", 0)
-        if not isinstance(classes, int) or isinstance(classes, bool) or classes < 0:
+        if type(classes) is not int or classes < 0:
             raise BadInput(f"{where} has the classification {classes!r}; expected how many classes")
         wanted.append(Wanted(name, _flag(own, "binary_data", where), classes))
     return wanted
 
 
-def _object(given: Mapping[str, Any], name: str, where: str) -> Mapping[str, Any]:
-    value = given.get(name)
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise BadInput(f"{name} of {where} is {_kind(value)}; expected an object")
-    return value
+def _parameters(given: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    value = given.get("parameters")
+    if value is not None and not isinstance(value, dict):
+        raise BadInput(f"parameters of {where} is {_kind(value)}; expected an object")
+    return value or {}
 
 
 def _flag(given: Mapping[str, Any], name: str, where: str) -> bool | None:
@@ -219,6 +213,13 @@ def _flag(given: Mapping[str, Any], name: str, where: str) -> bool | None:
     if value is not None and not isinstance(value, bool):
         raise BadInput(f"{name} of {where} is {_kind(value)}; expected true or false")
     return value
+
+
+def _name(given: Any, lacks: str) -> str:
+    """Return the name of a tensor; `lacks` is the message about one that has none."""
+    if not isinstance(given, dict) or not isinstance(given.get("name"), str):
+        raise BadInput(lacks)
+    return str(given["name"])
 
 
 def _datatype(given: Mapping[str, Any], where: str) -> str:
@@ -372,13 +373,12 @@ def read_document(outputs: Sequence[Any]) -> dict[str, Array]:
     """
     found: dict[str, Array] = {}
     for each in outputs:
-        if not isinstance(each, dict) or not isinstance(each.get("name"), str):
-            raise BadInput("an output has no name; expected name, datatype, shape and data")
-        where = f'output "{each["name"]}"'
+        name = _name(each, "an output has no name; expected name, datatype, shape and data")
+        where = f'output "{name}"'
         datatype, shape, data = _datatype(each, where), _shape(each, where), each.get("data")
         if datatype == BYTES and isinstance(data, list):
             data = [one if isinstance(one, str) else orjson.dumps(one).decode() for one in data]
-        found[each["name"]] = _from_json(data, datatype, shape, each.get("parameters") or {}, where)
+        found[name] = _from_json(data, datatype, shape, each.get("parameters") or {}, where)
     return found
 
 
@@ -419,7 +419,6 @@ def write_answer(
     """
     wanted = request.wanted or [Wanted(name) for name in outputs]
     tail: list[bytes | memoryview] = []
-    has_tail = False
     described = []
     for each in wanted:
         value = outputs[each.name]
@@ -434,7 +433,6 @@ def write_answer(
             data = array_to_bytes(_as_numpy(value, datatype), datatype)
             tensor["parameters"] = {"binary_data_size": len(data)}
             tail.append(data)
-            has_tail = True
         elif datatype == BYTES:
             tensor |= _texts_to_json(value)
         else:
@@ -445,7 +443,7 @@ def write_answer(
         answer["id"] = request.id
     answer["outputs"] = described
     head = orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY)
-    if not has_tail:
+    if not tail:
         return head, {"content-type": "application/json"}
     return b"".join((head, *tail)), {"content-type": OCTETS, LENGTH_HEADER: str(len(head))}
 

@@ -33,6 +33,7 @@
     ├── StreamBroken          the rest of a streamed answer will not come
     ├── LoadFailed            a worker could not load the model
     │   ├── HandlerFailed     its own code raised; the traceback is in the log
+    │   │   └── GoldenFailed  it answers its golden requests wrong
     │   ├── OutOfMemory
     │   └── LoadKilled        for memory, most likely
     ├── CleanupTimedOut       a version's workers had not ended in time
@@ -273,6 +274,10 @@ class HandlerFailed(LoadFailed):
     """What the worker ran to load the model raised; its log has the traceback."""
 
 
+class GoldenFailed(HandlerFailed):
+    """The archive's own examples get other answers: it is not what it says."""
+
+
 class OutOfMemory(LoadFailed):
     """A worker had too little memory for the model."""
 
@@ -329,6 +334,7 @@ STATUS: dict[type[Exception], tuple[int, str]] = {
     WorkerKilled: (507, "InternalServerException"),
     StreamBroken: (500, "InternalServerException"),
     LoadFailed: (500, "InternalServerException"),
+    GoldenFailed: (400, "InvalidModelException"),
     OutOfMemory: (507, "InternalServerException"),
     StorageFull: (507, "InternalServerException"),
     CleanupTimedOut: (408, "RequestTimeoutException"),

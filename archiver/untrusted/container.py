@@ -39,20 +39,19 @@ class Damaged(Exception):
     """A file's bytes are not what the container says; the message is a phrase."""
 
 
-class Member(Protocol):
+@dataclass(frozen=True)
+class Member:
     """One file or folder of an archive."""
 
-    @property
-    def name(self) -> str:
-        """Its path; a folder's ends with "/"."""
-
-    @property
-    def size_bytes(self) -> int:
-        """What it says it unpacks to."""
+    name: str
+    """Its path; a folder's ends with "/"."""
+    size_bytes: int
+    """What it says it unpacks to."""
 
     @property
     def is_folder(self) -> bool:
         """Return whether it is a folder."""
+        return self.name.endswith("/")
 
 
 class Reader(Protocol):

@@ -1,9 +1,8 @@
-"""Archives that are folders: written, and read through one open folder descriptor."""
+"""Archives that are folders, read through one open folder descriptor."""
 
 import os
 import stat
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
 from modelyard.archiver.errors import ArchiveError
@@ -11,44 +10,13 @@ from modelyard.archiver.untrusted.container import (
     CHUNK_BYTES,
     MAX_ENTRIES,
     Damaged,
+    Member,
     Progress,
     map_file,
 )
-from modelyard.archiver.untrusted.names import collisions, file_name_problem, quoted
+from modelyard.archiver.untrusted.names import name_problems, quoted
 
 _MAX_DEPTH = 64
-
-
-class FolderWriter:
-    """Files under `folder`, which is made; modes are 644 and 755 as the umask allows."""
-
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir()
-        self._folder = folder
-
-    def add(self, name: str, size_bytes: int, chunks: Iterable[bytes]) -> None:
-        """Write one file."""
-        target = self._folder / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with target.open("xb") as file:
-            for chunk in chunks:
-                file.write(chunk)
-
-    def close(self) -> None:
-        """Do nothing: files are complete when they were added."""
-
-
-@dataclass(frozen=True)
-class FolderMember:
-    """A file or folder below the archive's folder."""
-
-    name: str
-    size_bytes: int
-
-    @property
-    def is_folder(self) -> bool:
-        """Return whether it is a folder."""
-        return self.name.endswith("/")
 
 
 class FolderReader:
@@ -74,7 +42,7 @@ class FolderReader:
                 os.close(outer)
         except OSError as error:
             raise ArchiveError(f"cannot open {path}: {error.strerror}") from error
-        self.members: tuple[FolderMember, ...] = ()
+        self.members: tuple[Member, ...] = ()
         self.digests: dict[str, str] = {}
         self.is_readable = False
 
@@ -87,7 +55,7 @@ class FolderReader:
     def check(self, progress: Progress) -> list[str]:
         """List all files; return all problems of kinds and names."""
         problems: list[str] = []
-        members: list[FolderMember] = []
+        members: list[Member] = []
         try:
             for member in _walk(self._fd, "", problems):
                 members.append(member)
@@ -97,15 +65,9 @@ class FolderReader:
             return [f"it cannot be read: {error.strerror}"]
         self.is_readable = not problems
         self.members = tuple(members)
-        names = [member.name for member in members]
-        problems += [
-            f"{quoted(name)}: {problem}"
-            for name in names
-            if (problem := file_name_problem(name.removesuffix("/")))
-        ]
-        return problems + list(collisions(names))
+        return problems + name_problems([member.name for member in members])
 
-    def map(self, member: FolderMember) -> memoryview:
+    def map(self, member: Member) -> memoryview:
         """Map a file; a later change of its size is noticed here, of its content nowhere.
 
         Raises:
@@ -123,7 +85,7 @@ class FolderReader:
             raise Damaged("its size has changed")
         return mapped
 
-    def chunks(self, member: FolderMember) -> Iterator[bytes]:
+    def chunks(self, member: Member) -> Iterator[bytes]:
         """Yield a file's content, at most 1 MiB at a time.
 
         Raises:
@@ -160,7 +122,7 @@ class FolderReader:
         return fd
 
 
-def _walk(fd: int, prefix: str, problems: list[str]) -> Iterator[FolderMember]:
+def _walk(fd: int, prefix: str, problems: list[str]) -> Iterator[Member]:
     """Yield what lies below a folder, sorted; note links, devices and the like."""
     if prefix.count("/") > _MAX_DEPTH:
         problems.append(f"{quoted(prefix)}: folders are nested deeper than {_MAX_DEPTH}")
@@ -168,9 +130,9 @@ def _walk(fd: int, prefix: str, problems: list[str]) -> Iterator[FolderMember]:
     for name in _names(fd):
         status = _status(fd, name)
         if stat.S_ISREG(status.st_mode):
-            yield FolderMember(prefix + name, status.st_size)
+            yield Member(prefix + name, status.st_size)
         elif stat.S_ISDIR(status.st_mode):
-            yield FolderMember(f"{prefix}{name}/", 0)
+            yield Member(f"{prefix}{name}/", 0)
             inner = _open_folder(fd, name)
             try:
                 yield from _walk(inner, f"{prefix}{name}/", problems)

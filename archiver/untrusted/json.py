@@ -164,13 +164,22 @@ class Fields:
         problems: shared by the objects of one document, one sentence per wrong field.
     """
 
-    def __init__(self, value: Any, path: str, problems: list[str]) -> None:
+    def __init__(self, value: Any, path: str = "", problems: list[str] | None = None) -> None:
         self.path = path
-        self.problems = problems
+        self.problems = [] if problems is None else problems
         self.is_object = isinstance(value, dict)
         self.values: Mapping[str, Any] = value if self.is_object else {}
         if value is not _MISSING and not self.is_object:
             self.wrong("", "an object", value)
+
+    def check(self) -> None:
+        """Raise what was gathered.
+
+        Raises:
+            ValueError: every field that is wrong.
+        """
+        if self.problems:
+            raise ValueError("; ".join(self.problems))
 
     def text(self, key: str) -> str:
         """Read a required string that is not empty; "" stands for one that is wrong."""
@@ -193,7 +202,7 @@ class Fields:
 
     def number(self, key: str) -> float:
         """Read a required number; 0 stands for one that is wrong."""
-        return float(self._read(key, "a number", _is_number, 0.0))
+        return float(self._read(key, "a number", is_number, 0.0))
 
     def boolean(self, key: str) -> bool:
         """Read a required true or false; False stands for one that is wrong."""
@@ -247,7 +256,8 @@ def _is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Return whether a value is a number that any reader of JSON holds."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 

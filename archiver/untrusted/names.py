@@ -2,7 +2,7 @@
 
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 
 from modelyard.archiver.errors import BadName
@@ -96,6 +96,20 @@ def file_name_problem(name: str) -> str | None:
     if len(name.encode()) > _MAX_NAME_BYTES:
         return f"the name is longer than {_MAX_NAME_BYTES} bytes"
     return next(filter(None, map(_part_problem, name.split("/"))), None)
+
+
+def name_problems(
+    names: Sequence[str], rule: Callable[[str], str | None] = file_name_problem
+) -> list[str]:
+    """Describe every name that must not be unpacked, and every two that would be one file.
+
+    Args:
+        names: paths inside an archive; a folder's ends with "/".
+        rule: returns why a file of a name must not be unpacked.
+    """
+    found = {name: rule(name.removesuffix("/")) for name in names}
+    wrong = [f"{quoted(name)}: {problem}" for name, problem in found.items() if problem]
+    return wrong + list(collisions(names))
 
 
 def collisions(names: Iterable[str]) -> Iterator[str]:

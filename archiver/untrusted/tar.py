@@ -14,7 +14,7 @@ Format: POSIX.1-2017, pax, "ustar Interchange Format" and "pax Header Block".
 import re
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from modelyard.archiver.digest import Digest
@@ -26,6 +26,7 @@ from modelyard.archiver.untrusted.container import (
     RATIO_FROM_BYTES,
     Bytes,
     Damaged,
+    Member,
     OpenFile,
     Progress,
     open_regular,
@@ -56,17 +57,16 @@ Read = Callable[[int], bytes]
 
 
 @dataclass(frozen=True)
-class TarEntry:
-    """One file or folder of a tar."""
+class TarMember(Member):
+    """A file or folder of a tar; in an archive, without the folder that all lie in."""
 
-    name: str
-    size_bytes: int
-    kind: str | None
+    kind: str | None = None
     """What it is when it is neither a file nor a folder."""
-    is_folder: bool
+    offset: int = 0
+    """Where its content starts in the unpacked tar."""
 
 
-def read_entries(read: Read) -> Iterator[TarEntry]:
+def read_entries(read: Read) -> Iterator[TarMember]:
     """Yield the entries up to the empty block that ends the tar.
 
     The caller reads each entry's content, padded to whole blocks, before it asks for the next.
@@ -102,7 +102,7 @@ def _header(block: bytes) -> tuple[str, int]:
     return name, _number(block[124:136])
 
 
-def _entry(header: tuple[str, int], flag: bytes, extended: dict[str, str]) -> TarEntry:
+def _entry(header: tuple[str, int], flag: bytes, extended: dict[str, str]) -> TarMember:
     name = extended.get("path", header[0])
     size = int(extended.get("size", header[1]))
     kind = None
@@ -114,7 +114,7 @@ def _entry(header: tuple[str, int], flag: bytes, extended: dict[str, str]) -> Ta
         kind = "a folder with content"
     if flag == _FOLDER:
         name = name.rstrip("/") + "/"
-    return TarEntry(name, size, kind, flag == _FOLDER)
+    return TarMember(name, size, kind)
 
 
 def _content(read: Read, size_bytes: int) -> bytes:
@@ -184,21 +184,6 @@ GZIP_MAGIC = b"\x1f\x8b"
 _GZIP_WBITS = zlib.MAX_WBITS | 16
 
 
-@dataclass(frozen=True)
-class TarMember:
-    """A file or folder, and where its content starts in the unpacked tar."""
-
-    name: str
-    """Name without the top folder; a folder's ends with "/"."""
-    size_bytes: int
-    offset: int
-
-    @property
-    def is_folder(self) -> bool:
-        """Return whether it is a folder."""
-        return self.name.endswith("/")
-
-
 class TarReader:
     """A gzip'ed tar behind one file descriptor.
 
@@ -224,14 +209,13 @@ class TarReader:
     def check(self, progress: Progress) -> list[str]:
         """Run through the whole stream; return all problems of its headers and names."""
         run = Inflated(self._file, progress)
-        entries: list[TarEntry] = []
-        offsets: list[int] = []
-        digests: list[str] = []
+        entries: list[TarMember] = []
         try:
             for entry in read_entries(run.read):
-                entries.append(entry)
-                offsets.append(run.position)
-                digests.append(self._hash(run, entry))
+                entries.append(replace(entry, offset=run.position))
+                digest = self._hash(run, entry)
+                if not entry.is_folder:
+                    self.digests[entry.name.partition("/")[2]] = digest
                 run.skip(-entry.size_bytes % BLOCK_BYTES)
             run.finish()
         except Damaged as error:
@@ -240,19 +224,12 @@ class TarReader:
         names, problems = _without_top([entry.name for entry in entries])
         problems += _problems(names, entries)
         self.members = tuple(
-            TarMember(name, entry.size_bytes, offset)
-            for name, entry, offset in zip(names, entries, offsets, strict=True)
-            if name
+            replace(entry, name=name) for name, entry in zip(names, entries, strict=True) if name
         )
-        self.digests = {
-            name: digest
-            for name, digest, entry in zip(names, digests, entries, strict=True)
-            if name and not entry.is_folder
-        }
         self.is_readable = not any(entry.kind for entry in entries)
         return problems
 
-    def _hash(self, run: "Inflated", entry: TarEntry) -> str:
+    def _hash(self, run: "Inflated", entry: TarMember) -> str:
         """Read one file; keep the manifest, for which the stream would be unpacked once more."""
         keep = entry.name.partition("/")[2] == MANIFEST_NAME
         kept = []
@@ -382,7 +359,7 @@ def _without_top(names: list[str]) -> tuple[list[str], list[str]]:
     return [name.partition("/")[2] for name in names], problems
 
 
-def _problems(names: list[str], entries: list[TarEntry]) -> list[str]:
+def _problems(names: list[str], entries: list[TarMember]) -> list[str]:
     problems = [
         f"{quoted(entry.name)}: it is {entry.kind}" for entry in entries if entry.kind is not None
     ]

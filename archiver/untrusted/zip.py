@@ -24,10 +24,11 @@ from modelyard.archiver.untrusted.container import (
     RATIO_FROM_BYTES,
     Bytes,
     Damaged,
+    Member,
     OpenFile,
     Progress,
 )
-from modelyard.archiver.untrusted.names import collisions, file_name_problem, quoted
+from modelyard.archiver.untrusted.names import file_name_problem, name_problems, quoted
 
 STORED = 0
 DEFLATED = 8
@@ -82,27 +83,19 @@ tensor."""
 
 
 @dataclass(frozen=True)
-class ZipMember:
-    """One entry as the central directory states it."""
+class ZipMember(Member):
+    """One entry as the central directory states it; a name that is not UTF-8 with escapes."""
 
     raw_name: bytes
-    name: str
-    """A folder's ends with "/"; bytes that are not UTF-8 are shown as escapes."""
     flags: int
     method: int
     crc: int
     packed_bytes: int
-    size_bytes: int
     header_offset: int
     mode: int
     extras: tuple[int, ...]
     data: range = range(0)
     """The bytes of the file that hold its packed content, once its own header has been read."""
-
-    @property
-    def is_folder(self) -> bool:
-        """Return whether the entry is a folder."""
-        return self.name.endswith("/")
 
 
 def read_names(path: Path) -> list[str]:
@@ -338,21 +331,13 @@ def _format_problem(entry: ZipMember) -> str | None:
         return f"compression method {entry.method} is unknown; 0 (stored) and 8 (deflate) are read"
     if not entry.flags & _UTF8 and not entry.raw_name.isascii():
         return "its name is neither ASCII nor marked as UTF-8"
-    if not _is_utf8(entry.raw_name):
+    if entry.name.encode() != entry.raw_name:
         return "its name is not UTF-8"
     if _UNICODE_PATH_EXTRA in entry.extras:
         return "it carries a second name in an extra field"
     if len(set(entry.extras)) < len(entry.extras):
         return "it carries an extra field twice"
     return None
-
-
-def _is_utf8(raw_name: bytes) -> bool:
-    try:
-        raw_name.decode("utf-8")
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def _kind_problem(entry: ZipMember) -> str | None:
@@ -405,11 +390,7 @@ class ZipReader:
         except NotAZip as error:
             return [str(error)]
         self._has_checksums = not self._rules.may_lack_checksums or any(e.crc for e in entries)
-        named = {
-            entry.name: self._rules.name_problem(entry.name.removesuffix("/")) for entry in entries
-        }
-        problems = [f"{quoted(name)}: {problem}" for name, problem in named.items() if problem]
-        problems += collisions(entry.name for entry in entries)
+        problems = name_problems([entry.name for entry in entries], self._rules.name_problem)
         unsafe = [
             f"{quoted(entry.name)}: {problem}"
             for entry in entries

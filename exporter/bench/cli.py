@@ -2,12 +2,12 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from modelyard.base.terminal import out, step_bar
-from modelyard.exporter.cli import exit_codes, read_model_args
+from modelyard.exporter.cli import exit_codes, option, read_model_args
 from modelyard.exporter.errors import UsageError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -16,33 +16,29 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 _Texts = list[str] | None
 
 
-def _option(text: str, *names: str, **limits: Any) -> Any:
-    return typer.Option(*names, help=text, **limits)
-
-
 @app.command("bench")
 def bench_command(
     artifacts: Annotated[
         list[Path] | None, typer.Argument(metavar="ARTIFACT", help="Artifacts of any format.")
     ] = None,
-    checkpoint: Annotated[Path | None, _option("Measure its model too; needs --model.")] = None,
-    model: Annotated[str | None, _option("Class of the checkpoint, as for export.")] = None,
-    model_args: Annotated[str, _option("Keyword arguments of the class, a JSON object.")] = "{}",
+    checkpoint: Annotated[Path | None, option("Measure its model too; needs --model.")] = None,
+    model: Annotated[str | None, option("Class of the checkpoint, as for export.")] = None,
+    model_args: Annotated[str, option("Keyword arguments of the class, a JSON object.")] = "{}",
     inputs: Annotated[
-        _Texts, _option("As for export. Default: what the last report says.", "--input")
+        _Texts, option("As for export. Default: what the last report says.", "--input")
     ] = None,
-    batch: Annotated[str | None, _option("Batch sizes, as 1,8; default: 1 and most.")] = None,
-    threads: Annotated[str, _option("Thread counts, as 1,2.")] = "1",
-    size: Annotated[_Texts, _option("Size of another dim, as length=128; default: most.")] = None,
-    rounds: Annotated[int, _option("Turns that each subject takes.", min=1)] = 5,
-    seconds: Annotated[float, _option("Time per subject, threads and batch.", min=0.0)] = 2.0,
-    device: Annotated[str, _option(r"cpu or cuda\[:N].")] = "cpu",
+    batch: Annotated[str | None, option("Batch sizes, as 1,8; default: 1 and most.")] = None,
+    threads: Annotated[str, option("Thread counts, as 1,2.")] = "1",
+    size: Annotated[_Texts, option("Size of another dim, as length=128; default: most.")] = None,
+    rounds: Annotated[int, option("Turns that each subject takes.", min=1)] = 5,
+    seconds: Annotated[float, option("Time per subject, threads and batch.", min=0.0)] = 2.0,
+    device: Annotated[str, option(r"cpu or cuda\[:N].")] = "cpu",
     compiled: Annotated[
-        bool, _option("Measure torch.compile too.", "--compile/--no-compile")
+        bool, option("Measure torch.compile too.", "--compile/--no-compile")
     ] = True,
-    as_json: Annotated[bool, _option("Print the figures as JSON.", "--json")] = False,
-    html: Annotated[Path | None, _option("Write a page with tables and plots.")] = None,
-    profile: Annotated[Path | None, _option("Folder for traces, for Perfetto.")] = None,
+    as_json: Annotated[bool, option("Print the figures as JSON.", "--json")] = False,
+    html: Annotated[Path | None, option("Write a page with tables and plots.")] = None,
+    profile: Annotated[Path | None, option("Folder for traces, for Perfetto.")] = None,
 ) -> None:
     r"""Measure artifacts, and the checkpoint they came from, on this machine.
 
@@ -59,8 +55,7 @@ def bench_command(
     """
     # Here, not above: importing torch takes a second that `--help` need not wait.
     from modelyard.exporter.arguments import read_inputs
-    from modelyard.exporter.bench import plan as plans
-    from modelyard.exporter.bench.measure import bench
+    from modelyard.exporter.bench import measure
     from modelyard.exporter.bench.report import write_bench_page
     from modelyard.exporter.bench.table import bench_table
     from modelyard.exporter.trip import read_device
@@ -68,16 +63,16 @@ def bench_command(
     with exit_codes():
         arguments = read_model_args(model_args)
         read_device(device)
-        subjects = plans.choose_subjects(
+        subjects = measure.choose_subjects(
             artifacts or [], checkpoint, model, arguments, compiled=compiled
         )
         if not inputs and not artifacts:
             raise UsageError("--checkpoint alone does not state its inputs; give --input")
-        signature = read_inputs(inputs) if inputs else plans.read_signature(subjects[-1].path)
-        plan = plans.Plan(
+        signature = read_inputs(inputs) if inputs else measure.read_signature(subjects[-1].path)
+        plan = measure.Plan(
             subjects=subjects,
-            signature=plans.fix_sizes(signature, dict(map(_dim_size, size or []))),
-            batches=plans.choose_batches(signature, _numbers("--batch", batch)),
+            signature=measure.fix_sizes(signature, dict(map(_dim_size, size or []))),
+            batches=measure.choose_batches(signature, _numbers("--batch", batch)),
             threads=tuple(dict.fromkeys(_numbers("--threads", threads))),
             rounds=rounds,
             cell_s=seconds,
@@ -87,7 +82,7 @@ def bench_command(
         if profile is not None:
             profile.mkdir(parents=True, exist_ok=True)
         with step_bar() as progress:
-            report = bench(plan, progress)
+            report = measure.bench(plan, progress)
         if html is not None:
             write_bench_page(report, html)
     if as_json:

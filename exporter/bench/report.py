@@ -16,26 +16,12 @@ import torch
 from modelyard.archiver.signature import Signature
 
 
-@dataclass(frozen=True)
-class Machine:
-    """Hardware and versions that a measurement depends on."""
+def describe_machine() -> dict[str, Any]:
+    """Describe the hardware and versions that a measurement depends on.
 
-    cpu: str
-    cores: int
-    """Cores that this process may use."""
-    memory_bytes: int
-    instructions: str
-    """The vector instructions that torch uses here, such as AVX2."""
-    devices: tuple[str, ...]
-    """CUDA devices, by name."""
-    system: str
-    versions: dict[str, str]
-    load: float
-    """Mean number of busy processes over the last minute, before the measurement."""
-
-
-def describe_machine() -> Machine:
-    """Describe the machine that this process runs on."""
+    `cores` are those that this process may use, `instructions` the vector instructions that torch
+    uses here, and `load` the mean number of busy processes over the last minute.
+    """
     info, count = Path("/proc/cpuinfo"), torch.cuda.device_count()
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
@@ -45,16 +31,16 @@ def describe_machine() -> Machine:
             versions[name] = version(name)
         except PackageNotFoundError:  # the server's image may have one of the two backends only
             continue
-    return Machine(
-        cpu=next(named, platform.processor() or platform.machine()),
-        cores=len(os.sched_getaffinity(0)),
-        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        instructions=torch.backends.cpu.get_cpu_capability(),
-        devices=tuple(torch.cuda.get_device_name(index) for index in range(count)),
-        system=f"{platform.system()} {platform.release()}",
-        versions=versions,
-        load=round(os.getloadavg()[0], 2),
-    )
+    return {
+        "cpu": next(named, platform.processor() or platform.machine()),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "devices": [torch.cuda.get_device_name(index) for index in range(count)],
+        "system": f"{platform.system()} {platform.release()}",
+        "versions": versions,
+        "load": round(os.getloadavg()[0], 2),
+    }
 
 
 @dataclass(frozen=True)
@@ -115,7 +101,8 @@ class Footprint:
 class BenchReport:
     """Everything that a bench found."""
 
-    machine: Machine
+    machine: Mapping[str, Any]
+    """The machine that it ran on, as `describe_machine` gives it."""
     signature: Signature
     reference: str
     """The subject that the others' outputs are compared with."""

@@ -20,11 +20,9 @@ _OPERATORS = 15
 def bench_table(report: BenchReport) -> RenderableType:
     """Return everything a reader of the terminal should see."""
     machine = report.machine
-    versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
-    head = (
-        f"{machine.cpu}, {machine.cores} cores, {format_bytes(machine.memory_bytes)}, "
-        f"{machine.instructions}{''.join(f', {device}' for device in machine.devices)}; {versions}"
-    )
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    parts = (machine["cpu"], f"{machine['cores']} cores", format_bytes(machine["memory_bytes"]))
+    head = ", ".join([*parts, machine["instructions"], *machine["devices"]]) + f"; {versions}"
     profiles = [_operators(one) for one in report.footprints if one.operators]
     tables = [_cells(report), _footprints(report), *profiles]
     return Group(Text(head, style="dim"), Text(), *tables, *_notes(report))
@@ -34,7 +32,7 @@ def _operators(one: Footprint) -> Table:
     """Return what a profile saw."""
     table = _table(f"operator of {one.subject}", "calls", "self ms", "total ms", "net memory")
     for each in one.operators[:_OPERATORS]:
-        times = [_milliseconds(each[name]) for name in ("self_ms", "total_ms")]
+        times = [_number(each[name]) for name in ("self_ms", "total_ms")]
         sign = "-" * (each["own_bytes"] < 0)
         memory = f"{sign}{format_bytes(abs(each['own_bytes']))}"
         table.add_row(each["operator"], str(each["calls"]), *times, memory)
@@ -85,9 +83,9 @@ def _notes(report: BenchReport) -> list[RenderableType]:
     )
     if all(cell.joules_per_item is None for cell in report.cells):
         notes.append("energy is not available: no counter of RAPL or NVML that can be read here")
-    if report.machine.load > _BUSY * report.machine.cores:
+    if report.machine["load"] > _BUSY * report.machine["cores"]:
         notes.append(
-            f"the machine was busy before the start (load {report.machine.load}): "
+            f"the machine was busy before the start (load {report.machine['load']}): "
             "compare within this table only"
         )
     shown = [Text(failure, style="red") for failure in failures]
@@ -102,17 +100,13 @@ def _table(first: str, *rest: str) -> Table:
     return table
 
 
-def _milliseconds(value: float | None) -> str:
-    """Write a latency with three significant digits."""
-    return "" if value is None else f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+def _number(value: float | None, most: int = 1000) -> str:
+    """Write a number with three significant digits, from `most` on whole."""
+    return "" if value is None else f"{value:.3g}" if value < most else f"{value:,.0f}"
 
 
 def _seconds(value: float | None) -> str:
     return "" if value is None else f"{value:.2f} s"
-
-
-def _rate(value: float | None) -> str:
-    return "" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _spread(cell: Cell) -> str:
@@ -124,7 +118,7 @@ def _spread(cell: Cell) -> str:
 def _moves(cell: Cell) -> str:
     if cell.to_device_ms is None:
         return "none"
-    return f"{_milliseconds(cell.to_device_ms)}/{_milliseconds(cell.from_device_ms)}"
+    return f"{_number(cell.to_device_ms)}/{_number(cell.from_device_ms)}"
 
 
 def _count(value: int | None) -> str:
@@ -138,15 +132,15 @@ def _count(value: int | None) -> str:
 
 
 _CELL: Mapping[str, Callable[[Any], str]] = {
-    "p50 ms": lambda cell: _milliseconds(cell.p50_ms),
-    "p99 ms": lambda cell: _milliseconds(cell.p99_ms),
-    "items/s": lambda cell: _rate(cell.items_per_s),
+    "p50 ms": lambda cell: _number(cell.p50_ms),
+    "p99 ms": lambda cell: _number(cell.p99_ms),
+    "items/s": lambda cell: _number(cell.items_per_s, 100),
     "spread": _spread,
     "max_abs": lambda cell: "reference" if cell.max_abs is None else f"{cell.max_abs:.1e}",
     "before": lambda cell: format_bytes(cell.before_bytes),
     "after": lambda cell: format_bytes(cell.after_bytes),
     "in/out ms": _moves,
-    "J/item": lambda cell: "" if cell.joules_per_item is None else f"{cell.joules_per_item:.3g}",
+    "J/item": lambda cell: _number(cell.joules_per_item),
 }
 _FOOTPRINT: Mapping[str, Callable[[Footprint], str]] = {
     "load": lambda one: _seconds(one.load_s),

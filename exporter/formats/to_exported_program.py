@@ -1,11 +1,11 @@
-"""The model → an exported program (`.pt2`), which is also what ONNX is made from."""
+"""The model ↔ an exported program (`.pt2`), which is also what ONNX is made from."""
 
 import inspect
 import linecache
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stderr, suppress
 from io import StringIO
 from pathlib import Path
@@ -17,13 +17,16 @@ from torch._decomp import decomposition_table
 from torch._ops import OpOverload
 from torch.export import Dim, ExportedProgram
 from torch.fx import Graph, GraphModule, Node
+from torch.utils import _pytree
 
 from modelyard.archiver.signature import Dim as DynamicDim
 from modelyard.archiver.signature import Signature
 from modelyard.exporter.arguments import WRAPPED, own_name
-from modelyard.exporter.errors import ConversionError
+from modelyard.exporter.errors import CheckpointError, ConversionError, ModelError, cause
 from modelyard.exporter.formats.diagnose import explain, find_place
-from modelyard.handlers.judge.grammar import operator_problem
+from modelyard.handlers.errors import UnsafeProgram
+from modelyard.handlers.judge.grammar import ANY, operator_problem
+from modelyard.handlers.models.backends import load_on
 
 _SHAPES_LOG = "torch.fx.experimental.symbolic_shapes"
 _TALKATIVE = ("torch.export._trace", "torch._dynamo", "torch._guards", _SHAPES_LOG)
@@ -369,22 +372,76 @@ def any_length() -> Iterator[None]:
 
     It changes torch for the whole process meanwhile: no other thread may run a model.
     """
-    # Fake tensors of unknown sizes look here before they ask the operator.
-    decompositions = {operator: decomposition_table[operator] for operator in _KERNELS}
-    saved = {
-        (operator, key): operator.py_kernels[key]
-        for operator in _KERNELS
-        for key in _KEYS
-        if key in operator.py_kernels
-    }
-    try:
-        decomposition_table.update(_KERNELS)
-        for operator, key in saved:
-            operator.py_kernels[key] = _KERNELS[operator]
+    with ExitStack() as stack:
+        # Fake tensors of unknown sizes look here before they ask the operator.
+        stack.enter_context(replaced(decomposition_table, _KERNELS))
+        for operator, kernel in _KERNELS.items():
+            kernels = {key: kernel for key in _KEYS if key in operator.py_kernels}
+            stack.callback(operator._dispatch_cache.clear)
+            stack.enter_context(replaced(operator.py_kernels, kernels))
             operator._dispatch_cache.clear()
         yield
+
+
+@contextmanager
+def replaced(table: dict[Any, Any], entries: Mapping[Any, Any]) -> Iterator[None]:
+    """Keep entries in the place of those of a table of torch inside this context."""
+    before = {key: table[key] for key in entries}
+    table.update(entries)
+    try:
+        yield
     finally:
-        decomposition_table.update(decompositions)
-        for (operator, key), kernel in saved.items():
-            operator.py_kernels[key] = kernel
-            operator._dispatch_cache.clear()
+        table.update(before)
+
+
+# -- an exported program from elsewhere → a module, so that it is exported as any model ------------
+
+
+def open_program(path: Path, trust: bool = False) -> nn.Module:
+    """Return a program's module, which takes one tensor per input, by place, and can be in eval().
+
+    Its own check of its inputs is left out: it refuses a batch of one where torch took its lower
+    limit of two for granted. What is proven is what the program computes.
+
+    Raises:
+        CheckpointError: loading it could run code.
+        ModelError: this torch cannot load it, as where it uses operators of a library.
+    """
+    try:
+        program = load_on(path, torch.device("cpu"), trusted=(ANY,) if trust else ())
+    except UnsafeProgram as error:
+        raise CheckpointError(str(error)) from error
+    # torch's loader fails in many ways on programs of other versions.
+    except Exception as error:
+        raise ModelError(
+            f'"{path.name}" cannot be loaded by torch {torch.__version__}: {cause(error)}; export '
+            "its checkpoint with this torch"
+        ) from error
+    free_names(program)
+    module = program.module(check_guards=False)
+    assert isinstance(module, GraphModule)
+    for name in ("train", "eval"):  # replaced by ones that only raise
+        vars(module).pop(name, None)
+    _keep_constants(module)
+    _take_tensors(module)
+    return module
+
+
+def _take_tensors(module: GraphModule) -> None:
+    """Let forward() take the program's tensors one by one, out of the dicts that held them."""
+    names = [node.name for node in module.graph.nodes if node.op == "placeholder"]
+    codegen = module.graph._codegen
+    assert isinstance(codegen, torch.fx.graph._PyTreeCodeGen)
+    codegen.pytree_info = codegen.pytree_info._replace(
+        orig_args=names, in_spec=_pytree.tree_structure((tuple(names), {}))
+    )
+    module.recompile()
+
+
+def _keep_constants(module: nn.Module) -> None:
+    """Make buffers of the tensors that forward() was traced with: they are the program's own."""
+    for part in module.modules():
+        for name, value in list(vars(part).items()):
+            if isinstance(value, Tensor):
+                delattr(part, name)
+                part.register_buffer(name, value)

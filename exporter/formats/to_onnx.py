@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from modelyard.archiver.signature import Signature
 from modelyard.exporter.errors import ConversionError, cause
 from modelyard.exporter.formats.diagnose import explain
-from modelyard.exporter.formats.to_exported_program import any_length, quiet
+from modelyard.exporter.formats.to_exported_program import any_length, quiet, replaced
 from modelyard.exporter.ingest.onnx_file import MAX_BYTES
 from modelyard.exporter.inputs.samples import Sample
 from modelyard.handlers.models.backends import torch_dtype
@@ -68,7 +68,8 @@ def _convert(
     with (
         quiet("torch.onnx._internal.exporter._registration"),
         any_length(),
-        _scalars_as_tensors(),
+        # `1.0 - mask` with its dtype stated: the converter's own step loses it.
+        replaced(decomposition_table, {torch.ops.aten.rsub.Scalar: _number_minus}),
         # As the converter's first step runs. With gradients, its second would take another
         # attention kernel for a learned mask, whose answer lies in memory in another order.
         torch.no_grad(),
@@ -130,21 +131,6 @@ def _number_minus(tensor: Tensor, number: float, alpha: float = 1) -> Tensor:
     return torch.sub(torch.full((), number, dtype=dtype), tensor.to(dtype), alpha=alpha)
 
 
-@contextmanager
-def _scalars_as_tensors() -> Iterator[None]:
-    """Decompose `1.0 - mask` so that its dtype is stated: the converter's own step loses it.
-
-    It changes torch for the whole process meanwhile, as `any_length` does.
-    """
-    operator = torch.ops.aten.rsub.Scalar
-    before = decomposition_table[operator]
-    decomposition_table[operator] = _number_minus
-    try:
-        yield
-    finally:
-        decomposition_table[operator] = before
-
-
 def _check_recurrent(program: ExportedProgram) -> None:
     """Refuse plain RNNs: the converter has no form for them, and would take them apart wrongly."""
     plain = {torch.ops.aten.rnn_tanh.input, torch.ops.aten.rnn_relu.input}
@@ -200,14 +186,15 @@ def quantize(path: Path) -> dict[str, object]:
 
     with _without_shapes(path) as plain:
         quantize_dynamic(plain, path, weight_type=QuantType.QUInt8)
-    kinds = [node.op_type for node in onnx.load(path).graph.node]
-    quantized = sum(kinds.count(kind) for kind in _QUANTIZED)
-    if not quantized:
-        raise ConversionError(
-            "--quantize int8-dynamic found no matrix product, convolution or LSTM with weights; "
-            "export without it"
-        )
-    return {"quantize": "int8-dynamic", "quantized_operators": quantized}
+    count = sum(node.op_type in _QUANTIZED for node in onnx.load(path).graph.node)
+    return _counted("int8-dynamic", count, "matrix product, convolution or LSTM with weights")
+
+
+def _counted(kind: str, count: int, what: str) -> dict[str, object]:
+    """Return how many operators were quantised; refuse a model without any."""
+    if not count:
+        raise ConversionError(f"--quantize {kind} found no {what}; export without it")
+    return {"quantize": kind, "quantized_operators": count}
 
 
 # What onnxruntime's quantiser puts in the place of an operator with weights.
@@ -265,14 +252,10 @@ def quantize_static(
     eight_bits = {
         name for node in nodes if node.op_type == "DequantizeLinear" for name in node.output
     }
-    quantized = sum(
+    count = sum(
         node.op_type in _WEIGHTED and eight_bits.issuperset(node.input[:2]) for node in nodes
     )
-    if not quantized:
-        raise ConversionError(
-            "--quantize int8-static found no matrix product or convolution; export without it"
-        )
-    return {"quantize": "int8-static", "quantized_operators": quantized}
+    return _counted("int8-static", count, "matrix product or convolution")
 
 
 _WEIGHTED = ("Conv", "ConvTranspose", "Gemm", "MatMul")

@@ -5,7 +5,7 @@ and runs only for a file that a person has trusted.
 
     source         bytes, mapped, and what they are; JSON, read by `archiver.untrusted`
     pickles        pickle → plain values and placeholders; rebuild: the calls that give tensors
-    plain          placeholders → values, by the lists of `allowed.yaml`
+    plain          placeholders → values, by the lists of `allowed.yaml`; a module → its tensors
     torch_file  safetensors_file  dcp  torchscript  exported_program  onnx_file     one format each
     kinds          keys of a saved object → kind, weights and the rest of a run
     single_file  folders     one file, one folder or archive → ParsedCheckpoint
@@ -14,14 +14,6 @@ and runs only for a file that a person has trusted.
 
 from modelyard.exporter.ingest.read import read_checkpoint
 from modelyard.exporter.ingest.single_file import ONNX, PROGRAM, Announce
-from modelyard.exporter.ingest.value import Checkpoint, CheckpointFile, ClassHint
+from modelyard.exporter.ingest.value import Checkpoint
 
-__all__ = [
-    "ONNX",
-    "PROGRAM",
-    "Announce",
-    "Checkpoint",
-    "CheckpointFile",
-    "ClassHint",
-    "read_checkpoint",
-]
+__all__ = ["ONNX", "PROGRAM", "Announce", "Checkpoint", "read_checkpoint"]

@@ -9,7 +9,7 @@ Source: `torch/distributed/checkpoint/metadata.py` and `filesystem.py`.
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,12 +53,15 @@ class Item:
     """Offsets in the tensor → where it lies; of a pickled value, None → where."""
 
 
-class Files:
-    """The slices' files, each mapped once."""
+@dataclass(frozen=True)
+class Index:
+    """A `.metadata`, checked."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._sources: dict[str, Source] = {}
+    folder: Path
+    items: Mapping[str, Item]
+    version: str | None
+    _sources: dict[str, Source] = field(default_factory=dict)
+    """The slices' files, each mapped once."""
 
     def open(self, part: Slice) -> Source:
         """Return a range of one file."""
@@ -66,21 +69,11 @@ class Files:
             self._sources[part.file] = Source.of_file(self.folder / part.file)
         return self._sources[part.file].part(f"{part.file}[{part.offset}:]", part.offset, part.size)
 
-
-@dataclass(frozen=True)
-class Index:
-    """A `.metadata`, checked."""
-
-    files: Files
-    items: Mapping[str, Item]
-    version: str | None
-
     @property
     def paths(self) -> tuple[Path, ...]:
         """List the index and every file that it names."""
         names = {part.file for item in self.items.values() for part in item.chunks.values()}
-        folder = self.files.folder
-        return (folder / ".metadata", *(folder / name for name in sorted(names)))
+        return (self.folder / ".metadata", *(self.folder / name for name in sorted(names)))
 
 
 def read_index(folder: Path) -> Index:
@@ -90,7 +83,7 @@ def read_index(folder: Path) -> Index:
         CheckpointError: it names what no index needs, or a slice leaves its file.
     """
     source = Source.of_file(inside(folder, ".metadata"))
-    if len(source) > _MAX_INDEX_BYTES:
+    if source.size > _MAX_INDEX_BYTES:
         raise CheckpointError(f'"{folder.name}/.metadata" has more than {_MAX_INDEX_BYTES} bytes')
     try:
         rebuild = partial(_rebuild, Rebuilder())
@@ -110,10 +103,10 @@ def read_index(folder: Path) -> Index:
     for name, entry in _mapping(fields.get("state_dict_metadata")).items():
         items[name] = _item(name, entry, slices, as_dict(paths))
     version = fields.get("version")
-    return Index(Files(folder), items, as_text(version))
+    return Index(folder, items, as_text(version))
 
 
-def read_tensor(files: Files, item: Item) -> Tensor:
+def read_tensor(index: Index, item: Item) -> Tensor:
     """Put one tensor together from its chunks.
 
     Raises:
@@ -122,39 +115,39 @@ def read_tensor(files: Files, item: Item) -> Tensor:
     assert item.dtype is not None
     if set(item.chunks) == {(0,) * len(item.shape)}:
         (part,) = item.chunks.values()
-        tensor = _read_chunk(files, item, part)
+        tensor = _read_chunk(index, item, part)
         if tensor.shape == item.shape:
             return tensor
     whole = torch.empty(item.shape, dtype=item.dtype)
     filled = 0
     for offsets, part in item.chunks.items():
-        tensor = _read_chunk(files, item, part)
+        tensor = _read_chunk(index, item, part)
         starts = offsets or ()
         ends = tuple(start + size for start, size in zip(starts, tensor.shape, strict=False))
         if not len(starts) == tensor.ndim == len(item.shape) or any(
             end > size for end, size in zip(ends, item.shape, strict=True)
         ):
-            raise _wrong(files.folder, item.name, "has a chunk that leaves it")
+            raise _wrong(index.folder, item.name, "has a chunk that leaves it")
         whole[tuple(map(slice, starts, ends))] = tensor
         filled += tensor.numel()
     if filled != whole.numel():
         missing = f"has chunks for {filled} of {whole.numel()} elements"
-        raise _wrong(files.folder, item.name, missing)
+        raise _wrong(index.folder, item.name, missing)
     return whole
 
 
-def read_value(files: Files, item: Item) -> TorchFile | None:
+def read_value(index: Index, item: Item) -> TorchFile | None:
     """Read a pickled value as placeholders; None when it is too large for one."""
     part = item.chunks.get(None)
     if part is None or part.size > _MAX_BYTES_ITEM:
         return None
-    return read_torch_file(files.open(part))
+    return read_torch_file(index.open(part))
 
 
-def _read_chunk(files: Files, item: Item, part: Slice) -> Tensor:
-    tensor = read_torch_file(files.open(part)).value
+def _read_chunk(index: Index, item: Item, part: Slice) -> Tensor:
+    tensor = read_torch_file(index.open(part)).value
     if not isinstance(tensor, Tensor) or tensor.dtype != item.dtype:
-        raise _wrong(files.folder, item.name, f"is not a tensor of {item.dtype} in {part.file}")
+        raise _wrong(index.folder, item.name, f"is not a tensor of {item.dtype} in {part.file}")
     return tensor
 
 

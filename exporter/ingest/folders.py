@@ -233,8 +233,8 @@ def _distributed(folder: Path, announce: Announce | None) -> ParsedCheckpoint:
         if (optimizer := _optimizer(item)) is not None:
             optimizers.add(optimizer)
         elif item.dtype is not None:
-            _put(content, item.path, dcp.read_tensor(index.files, item))
-        elif (file := dcp.read_value(index.files, item)) is not None:
+            _put(content, item.path, dcp.read_tensor(index, item))
+        elif (file := dcp.read_value(index, item)) is not None:
             wanted |= file.wanted
             values[".".join(item.path)] = file.value
     whole = tensor_map(content)

@@ -11,9 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from modelyard.exporter.errors import CheckpointError
-from modelyard.exporter.ingest import module_tree
 from modelyard.exporter.ingest.pickles import UnresolvedCall, is_module
-from modelyard.exporter.ingest.plain import to_plain
+from modelyard.exporter.ingest.plain import state_dict, to_plain
 from modelyard.exporter.ingest.value import Weights, list_shown
 from modelyard.exporter.tables import read_table
 
@@ -241,7 +240,7 @@ def _of_module(module: Any) -> Weights:
     if isinstance(module, nn.Module):
         state = module.state_dict()
         return Weights({name: value for name, value in state.items() if isinstance(value, Tensor)})
-    return Weights(module_tree.state_dict(module), module=module)
+    return Weights(state_dict(module), module=module)
 
 
 def _shown(content: Mapping[str, Any]) -> str:

@@ -10,9 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from modelyard.archiver.signature import DTYPES
+from modelyard.archiver.untrusted.yaml import parse_yaml
 from modelyard.exporter.errors import CheckpointError
 from modelyard.exporter.ingest.single_file import ONNX, PROGRAM, Announce, read_file
 from modelyard.exporter.ingest.source import PLAIN_NAME, Source, inside
@@ -29,7 +28,7 @@ def read_mlflow(folder: Path, announce: Announce | None) -> ParsedCheckpoint:
         CheckpointError: it names none, or one of another flavor.
     """
     described = inside(folder, "MLmodel")
-    content = as_dict(_parsed(described, yaml.safe_load, "YAML"))
+    content = as_dict(_parsed(described, parse_yaml, "YAML"))
     path = _file(folder, as_dict(content.get("flavors")))
     parsed = read_file(Source.of_file(path), announce)
     is_program = parsed.kind in (PROGRAM, ONNX)
@@ -111,5 +110,5 @@ def _parsed(path: Path, parse: Callable[[bytes], Any], form: str) -> Any:
         raise CheckpointError(f'"{place}" has more than {_MAX_BYTES} bytes')
     try:
         return parse(path.read_bytes())
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f'"{place}" is not valid {form} ({error})') from error

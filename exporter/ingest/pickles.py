@@ -81,11 +81,10 @@ class Pickled:
     """What a pickle holds."""
 
     value: Any
+    """Plain containers, values that are rebuilt, and placeholders for everything else."""
     wanted: frozenset[str]
     """Dotted names of every global in it."""
     protocol: int
-    end: int
-    """Position of the stream's next byte."""
 
 
 def read_pickle(
@@ -117,7 +116,7 @@ def read_pickle(
         RuntimeError,
     ) as error:
         raise BadPickle(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}") from error
-    return Pickled(machine.result(), frozenset(machine.wanted), machine.protocol, stream.tell())
+    return Pickled(machine.result(), frozenset(machine.wanted), machine.protocol)
 
 
 class _Machine:

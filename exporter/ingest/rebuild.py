@@ -48,8 +48,13 @@ class Rebuilder:
     """
 
     def __init__(self, *, storages_are_filled: bool = True) -> None:
-        self._storages_are_filled = storages_are_filled
         self._sparse: list[Tensor] = []
+        self._calls = {
+            **_CALLS,
+            **dict.fromkeys(_FROM_TYPE, self._rebuild_from_type),
+            _SPARSE: self._rebuild_sparse,
+            _NESTED: _rebuild_nested if storages_are_filled else lambda *_: NOT_REBUILT,
+        }
 
     def __call__(self, function: Global, args: tuple[Any, ...]) -> Any:
         """Return the call's value, or `NOT_REBUILT` for a call of anything else.
@@ -57,14 +62,7 @@ class Rebuilder:
         Raises:
             BadPickle: the call is one of torch's, and its arguments are not what torch writes.
         """
-        if function.dotted in _SPARSE:
-            self._sparse.append(_rebuild_sparse(*args))
-            return self._sparse[-1]
-        if function.dotted in _NESTED:
-            return _rebuild_nested(*args) if self._storages_are_filled else NOT_REBUILT
-        if function.dotted in _FROM_TYPE:
-            return self._rebuild_from_type(*args)
-        made = _CALLS.get(function.dotted)
+        made = self._calls.get(function.dotted)
         return NOT_REBUILT if made is None else made(*args)
 
     def check_contents(self) -> None:
@@ -78,6 +76,10 @@ class Rebuilder:
                 _check_sparse(tensor)
             except RuntimeError as error:
                 raise BadPickle(f"a sparse tensor that is wrong: {error}") from error
+
+    def _rebuild_sparse(self, layout: Any, data: Any) -> Tensor:
+        self._sparse.append(_rebuild_sparse(layout, data))
+        return self._sparse[-1]
 
     def _rebuild_from_type(self, function: Any, kind: Any, args: Any, _state: Any) -> Any:
         """Rebuild a tensor with attributes; of a subclass, nothing."""
@@ -346,18 +348,12 @@ def _make_complex(real: Any, imaginary: Any = 0.0) -> Any:
 
 
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
-_SPARSE = frozenset(["torch._utils._rebuild_sparse_tensor"])
-_NESTED = frozenset(["torch._utils._rebuild_nested_tensor"])
-_FROM_TYPE = frozenset(
-    ["torch._tensor._rebuild_from_type_v2", "torch.tensor._rebuild_from_type_v2"]
-)
-_TENSOR_CLASSES = frozenset(
-    [
-        "torch.Tensor",
-        "torch._tensor.Tensor",
-        "torch.nn.parameter.Parameter",
-        "torch.nn.parameter.Buffer",
-    ]
+_SPARSE = "torch._utils._rebuild_sparse_tensor"
+_NESTED = "torch._utils._rebuild_nested_tensor"
+_FROM_TYPE = ("torch._tensor._rebuild_from_type_v2", "torch.tensor._rebuild_from_type_v2")
+_TENSOR_CLASSES = (
+    *("torch.Tensor", "torch._tensor.Tensor"),
+    *("torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer"),
 )
 
 _CALLS: Mapping[str, Callable[..., Any]] = {
@@ -390,26 +386,10 @@ _CONSTANTS: Mapping[str, Any] = {**_DTYPES, **_SCHEMES}
 
 _STORAGE_MODULES = frozenset(["torch", "torch.cuda", "torch.storage"])
 _STORAGES: Mapping[str, torch.dtype] = {
-    "DoubleStorage": torch.float64,
-    "FloatStorage": torch.float32,
-    "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16,
-    "LongStorage": torch.int64,
-    "IntStorage": torch.int32,
-    "ShortStorage": torch.int16,
-    "CharStorage": torch.int8,
-    "ByteStorage": torch.uint8,
-    "BoolStorage": torch.bool,
-    "ComplexDoubleStorage": torch.complex128,
-    "ComplexFloatStorage": torch.complex64,
-    "QInt8Storage": torch.qint8,
-    "QUInt8Storage": torch.quint8,
-    "QInt32Storage": torch.qint32,
-    "QUInt4x2Storage": torch.quint4x2,
-    "QUInt2x4Storage": torch.quint2x4,
-    "UntypedStorage": torch.uint8,
-    "_UntypedStorage": torch.uint8,
-}
+    kind.__name__: dtype
+    for kind in torch._storage_classes
+    if isinstance(dtype := getattr(kind, "_dtype", None), torch.dtype)
+} | dict.fromkeys(("UntypedStorage", "_UntypedStorage"), torch.uint8)
 
-KNOWN = frozenset([*_CALLS, *_CONSTANTS, *_SPARSE, *_NESTED, *_FROM_TYPE, *_TENSOR_CLASSES])
+KNOWN = frozenset([*_CALLS, *_CONSTANTS, _SPARSE, _NESTED, *_FROM_TYPE, *_TENSOR_CLASSES])
 """Names that torch's own weights-only loader takes too, and that get a value here."""

@@ -104,10 +104,10 @@ def shard_names(index: Path) -> dict[str, str]:
 
 def _read_metadata(source: Source) -> dict[str, str]:
     length = int.from_bytes(source.data[:8], "little")
-    if 8 + length > len(source):
+    if 8 + length > source.size:
         raise CheckpointError(
             f'"{source.name}" is refused: its header would have {length} bytes, and the file has '
-            f"{len(source)}; it is damaged or cut short: copy it again"
+            f"{source.size}; it is damaged or cut short: copy it again"
         )
     if length > MAX_HEADER_BYTES:
         raise CheckpointError(

@@ -8,7 +8,6 @@ from typing import Any
 from torch import nn
 
 from modelyard.exporter.errors import CheckpointError, cause
-from modelyard.exporter.ingest import module_tree
 from modelyard.exporter.ingest.exported_program import read_exported_program
 from modelyard.exporter.ingest.kinds import (
     Classification,
@@ -20,7 +19,7 @@ from modelyard.exporter.ingest.kinds import (
 )
 from modelyard.exporter.ingest.onnx_file import labels_of, read_onnx
 from modelyard.exporter.ingest.pickles import Global, UnresolvedCall, is_module
-from modelyard.exporter.ingest.plain import stock_class, to_plain
+from modelyard.exporter.ingest.plain import build_stock, stock_class, to_plain
 from modelyard.exporter.ingest.rebuild import is_known
 from modelyard.exporter.ingest.safetensors_file import read_safetensors
 from modelyard.exporter.ingest.source import ADVICE, Source, packed_names, sniff_source
@@ -41,45 +40,8 @@ _IS_ARTIFACT = (
     "`modelyard archive`"
 )
 
-# What no training run saves, and what a file made to run a command does.
-_DANGEROUS = frozenset(
-    [
-        "os",
-        "posix",
-        "nt",
-        "sys",
-        "subprocess",
-        "shutil",
-        "socket",
-        "ctypes",
-        "runpy",
-        "pty",
-        "code",
-        "importlib",
-        "webbrowser",
-        "multiprocessing",
-        "threading",
-        "asyncio",
-        "urllib",
-        "http",
-        "ftplib",
-        "marshal",
-        "types",
-        "pickle",
-        "_pickle",
-        "builtins.eval",
-        "builtins.exec",
-        "builtins.compile",
-        "builtins.open",
-        "builtins.__import__",
-        "builtins.getattr",
-        "builtins.setattr",
-        "builtins.input",
-    ]
-)
-
-
 _ALLOWED = read_table(__package__, "allowed")
+_DANGEROUS = frozenset(_ALLOWED["dangerous"])
 PROFILES: Mapping[str, frozenset[str]] = {
     name: frozenset(names) for name, names in _ALLOWED["profiles"].items()
 }
@@ -196,7 +158,7 @@ def _parse_object(root: Any, name: str, loader: str, refused: tuple[str, ...]) -
     hyper, how, training = _beside_weights(root, classified)
     chosen, rule = classified.weights.get(classified.default or ""), classified.rule
     tree = (chosen and chosen.module) or (root if is_module(root) else None)
-    module = root if isinstance(root, nn.Module) else tree and module_tree.build_stock(tree)
+    module = root if isinstance(root, nn.Module) else tree and build_stock(tree)
     version = None if rule is None or rule.version is None else at(root, rule.version)
     return ParsedCheckpoint(
         kind=classified.kind,

@@ -20,6 +20,7 @@ from modelyard.archiver.untrusted.tar import BLOCK_BYTES, GZIP_MAGIC, Inflated, 
 from modelyard.archiver.untrusted.zip import TORCH_RULES, ZipReader
 from modelyard.exporter.errors import CheckpointError
 from modelyard.exporter.tables import read_table
+from modelyard.handlers.models.backends import is_onnx
 
 PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 """The name of a file or folder that cannot lead elsewhere."""
@@ -33,7 +34,6 @@ _PEEKED_BYTES = 64
 LEGACY_MAGIC = bytes.fromhex("8a0a6cfc9c46f9206aa850192e")
 _TAR_MAGIC_AT = 257
 _MAX_HEADER = 100_000_000
-_ONNX_FIELDS = frozenset([1, 2, 3, 4, 5, 6, 7, 8, 14, 20, 25, 26])
 _MAX_PEEK = 1 << 20
 
 ADVICE: Mapping[str, str] = read_table(__package__, "kinds")["advice"]
@@ -78,9 +78,6 @@ class Source:
     def read_at(self, offset: int, count: int) -> bytes:
         """Read `count` bytes, and fewer only where the bytes end."""
         return bytes(self.data[offset : offset + count])
-
-    def __len__(self) -> int:
-        return len(self.data)
 
     def part(self, name: str, start: int, size: int) -> "Source":
         """Return a range of the bytes, as a source of its own.
@@ -179,15 +176,15 @@ def parse_object(content: bytes | memoryview, name: str) -> dict[str, Any]:
     return value
 
 
-def read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path, most_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
     """Read a file that holds a JSON object.
 
     Raises:
         CheckpointError: it is missing, too large, or not an object.
     """
     try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise CheckpointError(f'"{path.name}" has more than {MAX_JSON_BYTES} bytes')
+        if path.stat().st_size > most_bytes:
+            raise CheckpointError(f'"{path.name}" has more than {most_bytes} bytes')
         content = path.read_bytes()
     except OSError as error:
         raise CheckpointError(f'"{path}" cannot be read: {error.strerror}') from error
@@ -228,11 +225,11 @@ def sniff_source(source: Source) -> str:
     if head[:2] == GZIP_MAGIC:
         format = _sniff_tar(source)
         return format if format != "unknown" or packed_names(source) else "gzip"
-    if _is_safetensors(source):
+    if 2 <= int.from_bytes(head[:8], "little") <= _MAX_HEADER and head[8:9] == b"{":
         return "safetensors"
     if len(head) > 1 and head[0] == 0x80 and 2 <= head[1] <= 5:
         return "pickle"
-    return "ONNX" if _is_onnx(source.data) else "unknown"
+    return "ONNX" if is_onnx(head) else "unknown"
 
 
 def _sniff_zip(source: Source) -> str:
@@ -311,41 +308,6 @@ def _tar_names(source: Source) -> Iterator[str]:
             stream.seek(left, io.SEEK_CUR)
 
 
-def _is_safetensors(source: Source) -> bool:
-    length = int.from_bytes(source.data[:8], "little")
-    return 2 <= length <= _MAX_HEADER and bytes(source.data[8:9]) == b"{"
-
-
-def _is_onnx(data: memoryview) -> bool:
-    """Walk the top level of a protobuf: ModelProto starts with its version and has a graph."""
-    if bytes(data[:1]) != b"\x08":
-        return False
-    position, fields = 0, set()
-    while position < len(data):
-        key, position = _varint(data, position)
-        if key < 0 or key >> 3 not in _ONNX_FIELDS or key & 7 not in (0, 2):
-            return False
-        value, position = _varint(data, position)
-        if value < 0:
-            return False
-        position += value if key & 7 == 2 else 0
-        fields.add(key >> 3)
-    return position == len(data) and 7 in fields
-
-
-def _varint(data: memoryview, position: int) -> tuple[int, int]:
-    value = 0
-    for shift in range(0, 70, 7):
-        if position >= len(data):
-            break
-        byte = data[position]
-        position += 1
-        value |= (byte & 0x7F) << shift
-        if not byte & 0x80:
-            return value, position
-    return -1, position
-
-
 def sniff_folder(folder: Path) -> str:
     """Return what a folder is by the files that it holds."""
     names = {entry.name for entry in folder.iterdir()}
@@ -384,8 +346,7 @@ def _is_determined(folder: Path) -> bool:
 def _peek(path: Path) -> Mapping[str, object]:
     """Read a small JSON object; nothing when it is none."""
     with suppress(CheckpointError):
-        if path.is_file() and path.stat().st_size <= _MAX_PEEK:
-            return read_object(path)
+        return read_object(path, _MAX_PEEK)
     return {}
 
 

@@ -26,15 +26,10 @@ _COUNT_BYTES = 8
 
 
 @dataclass(frozen=True)
-class TorchFile:
-    """A file of torch.save, read without running anything in it."""
+class TorchFile(Pickled):
+    """A file of torch.save, read without running anything in it; its tensors are on the CPU."""
 
-    value: Any
-    """Tensors on the CPU, plain containers, and placeholders for everything else."""
-    wanted: frozenset[str]
-    """Dotted names of every global in the pickle."""
-    protocol: int
-    is_legacy: bool
+    is_legacy: bool = False
     sources: Mapping[str, str] = field(default_factory=dict)
     """Source text of module classes by name, in legacy files of whole modules; never compiled."""
 
@@ -158,7 +153,7 @@ def read_zip(container: TorchZip) -> TorchFile:
     content = memoryview(container.read(path, limit=MAX_PICKLE_BYTES))
     pickled = read_pickle(Window(content), load, rebuild, global_value)
     rebuild.check_contents()
-    return TorchFile(pickled.value, pickled.wanted, pickled.protocol, is_legacy=False)
+    return TorchFile(**vars(pickled))
 
 
 def load_as_torch(source: Source, file: TorchFile) -> Any:
@@ -202,11 +197,11 @@ def _read_legacy(source: Source) -> TorchFile:
     if magic != _MAGIC_NUMBER or version != _PROTOCOL_VERSION:
         raise BadPickle("another magic number than torch's legacy format")
     read_pickle(stream, storages.refuse, rebuild)  # sizes of C types where it was written
-    pickled: Pickled = read_pickle(stream, storages.load, rebuild, global_value)
+    pickled = read_pickle(stream, storages.load, rebuild, global_value)
     keys = read_pickle(stream, storages.refuse, rebuild).value
     storages.fill(keys, stream.tell())
     rebuild.check_contents()
-    return TorchFile(pickled.value, pickled.wanted, pickled.protocol, True, storages.sources)
+    return TorchFile(**vars(pickled), is_legacy=True, sources=storages.sources)
 
 
 class _LegacyStorages:
@@ -217,7 +212,7 @@ class _LegacyStorages:
         self._source = source
         self._made: dict[str, Storage] = {}
         self._views: dict[str, Storage] = {}
-        self._bytes_left = len(source)
+        self._bytes_left = source.size
 
     def refuse(self, identifier: Any) -> Any:
         raise BadPickle("a storage outside the pickle that may name some")

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from modelyard.archiver.digest import DigestedFile, digest_of_all
 from modelyard.base.nearest import nearest
 from modelyard.exporter.errors import CheckpointError, UsageError
 from modelyard.exporter.ingest.pickles import UnresolvedCall
@@ -26,16 +27,6 @@ ATTRIBUTES = ("model.", "net.", "network.", "backbone.", "module.", "student.")
 
 KEYS_SHOWN = 20
 _AVERAGED = "n_averaged"
-
-
-@dataclass(frozen=True)
-class CheckpointFile:
-    """One file that was read."""
-
-    name: str
-    """The name, relative to the checkpoint's folder."""
-    size_bytes: int
-    sha256: str
 
 
 @dataclass(frozen=True)
@@ -124,7 +115,8 @@ class Checkpoint(Description):
     path: Path
     tensors: Mapping[str, Tensor]
     """The chosen weights, on the CPU, under names without wrappers' prefixes."""
-    files: tuple[CheckpointFile, ...]
+    files: tuple[DigestedFile, ...]
+    """Files that were read, by their names in the checkpoint's folder."""
     original_names: Mapping[str, str] = field(default_factory=dict)
     """Name in `tensors` → name in the file."""
     extra_state: Mapping[str, Any] = field(default_factory=dict)
@@ -157,8 +149,7 @@ class Checkpoint(Description):
         """Return one digest of all files: of one file its own, else of the sorted lines of all."""
         if len(self.files) == 1:
             return self.files[0].sha256
-        lines = sorted(f"{file.sha256}  {file.name}\n" for file in self.files)
-        return hashlib.sha256("".join(lines).encode()).hexdigest()
+        return digest_of_all(self.files)
 
     def warnings(self) -> list[str]:
         """Return what a person should know of it, whatever becomes of the model."""
@@ -212,7 +203,7 @@ def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
     return list({place_of(tensor): tensor for tensor in tensors}.values())
 
 
-def digest_files(root: Path, paths: Iterable[Path]) -> tuple[CheckpointFile, ...]:
+def digest_files(root: Path, paths: Iterable[Path]) -> tuple[DigestedFile, ...]:
     """Hash the files that were read, each once, sorted by name."""
     found = []
     for path in sorted(set(paths)):
@@ -222,7 +213,7 @@ def digest_files(root: Path, paths: Iterable[Path]) -> tuple[CheckpointFile, ...
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
         except OSError as error:
             raise CheckpointError(f'"{path}" cannot be read: {error.strerror}') from error
-        found.append(CheckpointFile(name, path.stat().st_size, digest))
+        found.append(DigestedFile(name, path.stat().st_size, digest))
     return tuple(found)
 
 

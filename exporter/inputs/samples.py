@@ -105,14 +105,10 @@ def as_request(sample: Sample, signature: Signature) -> Any:
 
 
 def _read(path: Path, signature: Signature, folder: Path | None = None) -> Any:
-    suffix = path.suffix.lower()
-    if is_picture(path):
-        return _read_picture(path, signature)
-    if suffix == _TEXT:
-        return _read_text(path, signature, folder)
-    if suffix not in _READERS:
+    reader = _READERS.get(path.suffix.lower())
+    if reader is None:
         raise UsageError(f'--sample "{path}": "{path.suffix}" is not a known suffix; {_FORMS}')
-    return _READERS[suffix](path)
+    return reader(path, signature, folder)
 
 
 @contextmanager
@@ -330,7 +326,7 @@ def _dim(
 # -- one reader per suffix -------------------------------------------------------------------------
 
 
-def _read_npz(path: Path) -> Any:
+def _read_npz(path: Path, *_: Any) -> Any:
     reader = ZipReader(Source.of_file(path))
     if problems := reader.check():
         raise UsageError(
@@ -349,7 +345,7 @@ def _array(file: IO[bytes]) -> Tensor:
         return torch.from_numpy(np.load(file, allow_pickle=False))
 
 
-def _read_picture(path: Path, signature: Signature) -> Any:
+def _read_picture(path: Path, signature: Signature, *_: Any) -> Any:
     """Read a picture for an input [batch, 1 or 3, height, width], as it is or as pixel / 255."""
     import numpy as np
     from PIL import Image
@@ -408,14 +404,15 @@ def _read_text(path: Path, signature: Signature, folder: Path | None) -> Any:
 
 
 _PIXELS = ("uint8", "float16", "bfloat16", "float32", "float64")
-_READERS: Mapping[str, Callable[[Path], Any]] = {
-    ".npz": _read_npz,
-    ".npy": lambda path: _array(path.open("rb")),
-    ".pt": lambda path: torch.load(path, map_location="cpu", weights_only=True),
-    ".pth": lambda path: torch.load(path, map_location="cpu", weights_only=True),
-    ".json": lambda path: json.loads(path.read_text(encoding="utf-8")),
-}
 _PICTURES = (".png", ".jpg", ".jpeg")
+_READERS: Mapping[str, Callable[[Path, Signature, Path | None], Any]] = {
+    ".npz": _read_npz,
+    ".npy": lambda path, *_: _array(path.open("rb")),
+    **dict.fromkeys((".pt", ".pth"), lambda path, *_: torch.load(path, "cpu", weights_only=True)),
+    ".json": lambda path, *_: json.loads(path.read_text(encoding="utf-8")),
+    **dict.fromkeys(_PICTURES, _read_picture),
+    _TEXT: _read_text,
+}
 
 
 # -- rows of samples in batches, where nothing that is made up is a valid input --------------------

@@ -10,7 +10,7 @@ end at the sizes of the model's embedding tables, at usual numbers, and at the s
 
 import copy
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, product
 from typing import Any
@@ -32,13 +32,22 @@ LENGTHS = (128, 64, 32, 16, 100, 256, 512, 1000, 1024, 4000, 16000)
 _ALL_SIZES = (*SIZES, *(size for size in range(1, 129) if size not in SIZES))
 _MOST_TRIED = 300
 _TOKENS = (nn.Embedding, nn.EmbeddingBag)
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _PLACES = ("depth", "height", "width")
-_NORMS: Mapping[type[Any], Sequence[str]] = {
-    nn.BatchNorm1d: (),
-    nn.BatchNorm2d: _PLACES[1:],
-    nn.BatchNorm3d: _PLACES,
+_DIMS: Mapping[type[Any], Callable[[Any], Sequence[str]]] = {
+    **dict.fromkeys(_TOKENS, lambda _: ["batch", "length"]),
+    nn.Linear: lambda layer: ["batch", str(layer.in_features)],
+    nn.Conv1d: lambda layer: ["batch", str(layer.in_channels), "length"],
+    nn.Conv2d: lambda layer: ["batch", str(layer.in_channels), *_PLACES[1:]],
+    nn.Conv3d: lambda layer: ["batch", str(layer.in_channels), *_PLACES],
+    nn.BatchNorm1d: lambda layer: ["batch", str(layer.num_features)],
+    nn.BatchNorm2d: lambda layer: ["batch", str(layer.num_features), *_PLACES[1:]],
+    nn.BatchNorm3d: lambda layer: ["batch", str(layer.num_features), *_PLACES],
+    nn.RNNBase: lambda layer: [
+        *(("batch", "length") if layer.batch_first else ("length", "batch")),
+        str(layer.input_size),
+    ],
 }
+"""Layer → the dims of what it takes; named ones but `batch` are of any size."""
 _RESHAPES = frozenset(("flatten", "view", "reshape"))
 # The first integers above a range: a vocabulary, bytes; and what nearly every model takes.
 _USUAL = (1000, 256, 100)
@@ -145,23 +154,9 @@ def _reached(node: fx.Node, parts: Mapping[str, nn.Module]) -> Taken | None:
     return None
 
 
-def _dims(layer: nn.Module) -> list[str]:
-    """Return the dims of what a layer takes; named ones but `batch` are of any size. Else none."""
-    if isinstance(layer, _TOKENS):
-        return ["batch", "length"]
-    if isinstance(layer, nn.Linear):
-        return ["batch", str(layer.in_features)]
-    if isinstance(layer, _CONVOLUTIONS):
-        places = len(layer.kernel_size)
-        own = ["length"] if places == 1 else _PLACES[-places:]
-        return ["batch", str(layer.in_channels), *own]
-    for norm, places_of in _NORMS.items():
-        if isinstance(layer, norm):
-            return ["batch", str(layer.num_features), *places_of]
-    if isinstance(layer, nn.RNNBase):
-        order = ["batch", "length"] if layer.batch_first else ["length", "batch"]
-        return [*order, str(layer.input_size)]
-    return []
+def _dims(layer: nn.Module) -> Sequence[str]:
+    """Return the dims of what a layer takes; nothing of one that may take anything."""
+    return next((dims(layer) for kind, dims in _DIMS.items() if isinstance(layer, kind)), ())
 
 
 def _shown(taken: Taken | None) -> str:

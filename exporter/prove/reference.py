@@ -22,14 +22,8 @@ from modelyard.archiver.values import Values
 from modelyard.exporter.arguments import choose_outputs, flatten, give_outputs, own_name, pick
 from modelyard.exporter.errors import ModelError, UsageError, cause
 from modelyard.exporter.formats.from_onnx import file_of
-from modelyard.exporter.inputs import (
-    Sample,
-    advice,
-    choose_example,
-    find_values,
-    regroup,
-    two_batches,
-)
+from modelyard.exporter.inputs.samples import Sample, choose_example, regroup, two_batches
+from modelyard.exporter.inputs.tried import advice, find_values
 from modelyard.exporter.prove.traits import ROWS, Tensors, find_batching, find_probabilities
 from modelyard.exporter.prove.watch import (
     Counted,

@@ -10,7 +10,7 @@ from torch import Tensor
 from modelyard.archiver.signature import Batching, Dim, Signature
 from modelyard.base.scale import Scale
 from modelyard.exporter.errors import ModelError
-from modelyard.exporter.inputs import why_no_rows
+from modelyard.exporter.inputs.samples import why_no_rows
 from modelyard.handlers.proof.agree import compare
 from modelyard.handlers.proof.bounds import Bounds
 

@@ -4,6 +4,7 @@ import io
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,8 +34,8 @@ from modelyard.handlers.explain.attribute.methods import MEASURES, METHODS
 from modelyard.handlers.explain.request.options import ExplainOptions
 from modelyard.handlers.explain.request.targets import (
     ExplainedModel,
-    NamedTarget,
     Place,
+    Target,
     find_targets,
     stacked,
 )
@@ -253,7 +254,7 @@ def _explain_output(
 
 def _explain_alike(
     version: ExplainedModel, inputs: Tensors, predicted: Tensor,
-    every_option: Sequence[ExplainOptions], targets: Sequence[Sequence[NamedTarget]],
+    every_option: Sequence[ExplainOptions], targets: Sequence[Sequence[Target]],
     rows: Sequence[int],
 ) -> list[list[Explanation]]:  # fmt: skip
     """Explain requests whose options lead to the same call of a method.
@@ -356,13 +357,13 @@ def _run(
     return [found.part(at) for at in range(len(request))]
 
 
-_Owner = tuple[int, NamedTarget]
+_Owner = tuple[int, Target]
 """A request, and one of its targets."""
 
 
 def _request(
     version: ExplainedModel, predicted: Tensor, options: ExplainOptions,
-    targets: Sequence[Sequence[NamedTarget]], split: _Split, inputs: Tensors,
+    targets: Sequence[Sequence[Target]], split: _Split, inputs: Tensors,
     sets: Sequence[Tensors],
 ) -> tuple[AttributionRequest, Sequence[_Owner], Tensor, Sequence[Tensor]]:  # fmt: skip
     """Ask the model about inputs and baselines, and prepare what a method is called with.
@@ -386,7 +387,7 @@ def _request(
         _rows(options, split.artifact, None, ()),
         version.between_chunks,
     )
-    function = _probabilities(version) if options.output == "probability" else None
+    function = partial(_probabilities, version) if options.output == "probability" else None
     at_inputs, at_baselines, at_served = (
         function(each.double()) if function else each.double()
         for each in (outputs, baseline_outputs, predicted)
@@ -447,23 +448,16 @@ def _listed(place: Place | None) -> Any:
     return list(place) if isinstance(place, tuple) else place
 
 
-def _probabilities(version: ExplainedModel) -> Callable[[Tensor], Tensor]:
-    """Return the function that makes probabilities of outputs (N, …).
-
-    It raises BadInput where there are none.
-    """
-
-    def function(outputs: Tensor) -> Tensor:
-        found = version.probabilities(outputs)
-        if found is None:
-            shape = ", ".join(map(str, outputs.shape[1:]))
-            raise BadInput(
-                f"output is probability; expected logit: this model gives [N, {shape}] numbers, "
-                "and its predictions make no probabilities of them"
-            )
-        return found
-
-    return function
+def _probabilities(version: ExplainedModel, outputs: Tensor) -> Tensor:
+    """Return the probabilities of outputs (N, …); refuse those that have none."""
+    found = version.probabilities(outputs)
+    if found is None:
+        shape = ", ".join(map(str, outputs.shape[1:]))
+        raise BadInput(
+            f"output is probability; expected logit: this model gives [N, {shape}] numbers, "
+            "and its predictions make no probabilities of them"
+        )
+    return found
 
 
 def _numbers(

@@ -14,6 +14,7 @@ import contextlib
 import io
 import itertools
 import math
+import operator
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -153,7 +154,9 @@ class _Snapshot(io.RawIOBase):
             raise Damaged(f"over {MAX_TEXT_BYTES >> 20} MB of it are not tensors")
         pieces: list[_Piece] = [(*piece, None) for piece in loose]
         pieces += [(start, end, self._hold(start, end)) for start, end in held]
-        self._pieces = sorted((piece for piece in pieces if piece[0] < piece[1]), key=_first)
+        self._pieces = sorted(
+            (piece for piece in pieces if piece[0] < piece[1]), key=operator.itemgetter(0)
+        )
         self._starts = [start for start, *_ in self._pieces]
 
     def readable(self) -> bool:
@@ -207,10 +210,6 @@ class _Snapshot(io.RawIOBase):
                 raise Damaged("it became shorter while it was read")
             target[filled : filled + len(chunk)] = chunk
             filled += len(chunk)
-
-
-def _first(piece: _Piece) -> int:
-    return piece[0]
 
 
 def _inner(name: str) -> str:

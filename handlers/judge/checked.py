@@ -28,49 +28,36 @@ def checked(name: str) -> Callable[..., Any]:
         bidirectional: bool,
         batch_first: bool,
     ) -> Any:
-        states = list(hx) if name == "lstm" else [hx]
-        _check(gates, x, states, params, has_biases, num_layers, bidirectional, batch_first)
+        states: list[Tensor] = list(hx) if name == "lstm" else [hx]
+        directions = 2 if bidirectional else 1
+        hidden, out = states[-1].shape[-1], states[0].shape[-1]
+        is_projected = len(states) == 2 and hidden != out
+        each = (4 if has_biases else 2) + is_projected
+        expected = [x.dim() == 3, num_layers > 0, len(params) == num_layers * directions * each]
+        expected += [state.dim() == 3 for state in states]
+        expected += [min(hidden, out) > 0, len(states) == (2 if gates == 4 else 1)]
+        if all(expected):
+            batch = x.shape[0 if batch_first else 1]
+            layers = num_layers * directions
+            expected += [tuple(s.shape[:2]) == (layers, batch) for s in states]
+            rows = gates * hidden
+            for layer in range(layers):
+                width = x.shape[2] if layer < directions else out * directions
+                shapes: list[tuple[int, ...]] = [(rows, width), (rows, out)]
+                shapes += [(rows,), (rows,)] if has_biases else []
+                shapes += [(out, hidden)] if is_projected else []
+                given = params[layer * each : (layer + 1) * each]
+                expected += [tuple(p.shape) == s for p, s in zip(given, shapes, strict=True)]
+            expected += [tensor.dtype == x.dtype for tensor in (*params, *states)]
+            expected += [tensor.device == x.device for tensor in (*params, *states)]
+        if not all(expected):
+            raise ValueError("weights, states and inputs of a recurrent layer do not go together")
         return run(
             x, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first
         )
 
     recurrent.__name__ = f"checked_{name}"
     return recurrent
-
-
-def _check(
-    gates: int,
-    x: Tensor,
-    states: Sequence[Tensor],
-    params: Sequence[Tensor],
-    has_biases: bool,
-    num_layers: int,
-    bidirectional: bool,
-    batch_first: bool,
-) -> None:
-    directions = 2 if bidirectional else 1
-    hidden, out = states[-1].shape[-1], states[0].shape[-1]
-    is_projected = len(states) == 2 and hidden != out
-    each = (4 if has_biases else 2) + is_projected
-    expected = [x.dim() == 3, num_layers > 0, len(params) == num_layers * directions * each]
-    expected += [state.dim() == 3 for state in states]
-    expected += [min(hidden, out) > 0, len(states) == (2 if gates == 4 else 1)]
-    if all(expected):
-        batch = x.shape[0 if batch_first else 1]
-        layers = num_layers * directions
-        expected += [tuple(s.shape[:2]) == (layers, batch) for s in states]
-        rows = gates * hidden
-        for layer in range(layers):
-            width = x.shape[2] if layer < directions else out * directions
-            shapes: list[tuple[int, ...]] = [(rows, width), (rows, out)]
-            shapes += [(rows,), (rows,)] if has_biases else []
-            shapes += [(out, hidden)] if is_projected else []
-            given = params[layer * each : (layer + 1) * each]
-            expected += [tuple(p.shape) == s for p, s in zip(given, shapes, strict=True)]
-        expected += [tensor.dtype == x.dtype for tensor in (*params, *states)]
-        expected += [tensor.device == x.device for tensor in (*params, *states)]
-    if not all(expected):
-        raise ValueError("weights, states and inputs of a recurrent layer do not go together")
 
 
 def checked_embedding_bag(

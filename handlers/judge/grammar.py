@@ -215,20 +215,19 @@ def _text_problem(text: str, rule: _Rule) -> _Problem:
     return rule(text)
 
 
-def _plain(text: str) -> _Problem:
-    return None if re.fullmatch(r"[\w.+<=-]*", text) else "is not a plain word"
-
-
 def _printable(text: str) -> _Problem:
     return None if text.replace("\n", "").isprintable() else "holds control characters"
 
 
-def _number(text: str) -> _Problem:
-    return None if _NUMBER.fullmatch(text) else "is not a number"
+def _matching(pattern: str, problem: str) -> _Rule:
+    """Return the rule that asks for text of a pattern."""
+    is_of = re.compile(pattern).fullmatch
+    return lambda text: None if is_of(text) else problem
 
 
-def _verifier(text: str) -> _Problem:
-    return None if text in ("", "ATEN", "TRAINING") else "is not a verifier of torch"
+_plain = _matching(r"[\w.+<=-]*", "is not a plain word")
+_number = _matching(_NUMBER.pattern, "is not a number")
+_verifier = _matching("|ATEN|TRAINING", "is not a verifier of torch")
 
 
 def _symbol(text: str) -> _Problem:
@@ -325,16 +324,13 @@ def _power(base: ast.expr, exponent: ast.expr) -> _Problem:
     if any(_is_power(node) for node in ast.walk(base)):
         return "takes the power of a power"
     for node in ast.walk(exponent):
-        if isinstance(node, ast.BinOp) or _calls_other_than(node, _EXPONENTS):
+        is_call = isinstance(node, ast.Call) and ast.unparse(node.func) not in _EXPONENTS
+        if isinstance(node, ast.BinOp) or is_call:
             return "computes an exponent"
         value = node.value if isinstance(node, ast.Constant) else None
         if isinstance(value, int | float) and abs(value) > _MAX_EXPONENT:
             return f"takes a power of {shown(value)}"
     return None
-
-
-def _calls_other_than(node: ast.AST, names: set[str]) -> bool:
-    return isinstance(node, ast.Call) and ast.unparse(node.func) not in names
 
 
 def _is_power(node: ast.AST) -> bool:

@@ -19,6 +19,7 @@ from modelyard.archiver.untrusted.container import OpenFile
 from modelyard.archiver.untrusted.zip import TORCH_RULES, NotAZip, ZipReader, read_names
 from modelyard.handlers.errors import InputMismatch, LoadError
 from modelyard.handlers.judge.check import load_program
+from modelyard.handlers.limits import sizes_of_dims
 from modelyard.handlers.models.sharing import (
     MIN_FILE_BYTES,
     SHARED_ONNX,
@@ -214,8 +215,9 @@ def detect_format(path: Path) -> str:
     try:
         members = {name.partition("/")[2] for name in read_names(path)}
     except NotAZip:
-        if _is_onnx(path):
-            return "onnx"
+        with path.open("rb") as file:
+            if is_onnx(file.read(3)):
+                return "onnx"
     else:
         if any(name.startswith("data/aotinductor/") for name in members):
             return "aoti"
@@ -390,7 +392,9 @@ def open_aoti(path: Path, device: torch.device, share: bool | Examples = False) 
     ]
 
     def run(*tensors: Tensor) -> Any:
-        _check_equal_dims(inputs, tensors)
+        # Native code reads past the end of inputs that differ in a dim which they share.
+        shapes = [tensor.shape for tensor in tensors]
+        sizes_of_dims(inputs, shapes, 0, InputMismatch, "one size for each name")
         # The code takes the strides of what it was compiled with for granted.
         return native.run([tensor.contiguous() for tensor in tensors])
 
@@ -455,17 +459,10 @@ _AOTI_WEIGHTS = "weights.pt"
 
 _ONNX_CPU: list[Any] = ["CPUExecutionProvider"]
 
+_ALIKE = ("float16", "int64", "int32", "int16", "int8", "uint8", "bool")
 _ONNX_DTYPES = {
-    "tensor(float)": "float32",
-    "tensor(float16)": "float16",
-    "tensor(double)": "float64",
-    "tensor(int64)": "int64",
-    "tensor(int32)": "int32",
-    "tensor(int16)": "int16",
-    "tensor(int8)": "int8",
-    "tensor(uint8)": "uint8",
-    "tensor(bool)": "bool",
-}
+    "tensor(float)": "float32", "tensor(double)": "float64", **{f"tensor({n})": n for n in _ALIKE}
+}  # fmt: skip
 
 
 def _check_device(device: torch.device) -> torch.device:
@@ -556,18 +553,6 @@ def _check_native(
         )
 
 
-def _check_equal_dims(inputs: Sequence[TensorSpec], tensors: Sequence[Tensor]) -> None:
-    """Refuse inputs that differ in a dimension which they share: native code reads past the end."""
-    sizes: dict[str, int] = {}
-    for spec, tensor in zip(inputs, tensors, strict=True):
-        for dim, size in zip(spec.shape, tensor.shape, strict=True):
-            if isinstance(dim, Dim) and sizes.setdefault(dim.name, size) != size:
-                raise InputMismatch(
-                    f'input "{spec.name}" has {dim.name}={size}, another {sizes[dim.name]}; '
-                    "expected one size for each name"
-                )
-
-
 def _onnx_input(name: str, kind: str, shape: Sequence[int | str | None]) -> TensorSpec:
     if kind not in _ONNX_DTYPES:
         raise LoadError(
@@ -615,11 +600,9 @@ def _tensorrt_provider(available: Sequence[str], device: torch.device) -> tuple[
     return "TensorrtExecutionProvider", {"device_id": device.index}
 
 
-def _is_onnx(path: Path) -> bool:
+def is_onnx(head: bytes) -> bool:
     """Recognise the first field of an ONNX ModelProto: `ir_version`, a small varint."""
-    with path.open("rb") as file:
-        head = file.read(3)
-    return len(head) == 3 and head[0] == 0x08 and 3 <= head[1] < 0x80 and head[2] & 7 in (0, 2)
+    return len(head) > 2 and head[0] == 0x08 and 3 <= head[1] < 0x80 and head[2] & 7 in (0, 2)
 
 
 def _tensors(output: Any) -> list[Tensor]:

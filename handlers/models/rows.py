@@ -9,10 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from modelyard.archiver.signature import Dim, TensorSpec, fits
+from modelyard.archiver.signature import TensorSpec, fits
 from modelyard.base.nearest import did_you_mean
 from modelyard.handlers.errors import BadInput, HandlerError, InputMismatch, LoadError
-from modelyard.handlers.limits import refused_values
 from modelyard.handlers.models.backends import Output, torch_dtype
 
 DEFAULT_TOP_K = 5
@@ -77,35 +76,6 @@ def as_dtype(spec: TensorSpec, values: np.ndarray) -> np.ndarray:
 def whole(spec: TensorSpec) -> TensorSpec:
     """Return the spec of an input that is one row as it stands."""
     return replace(spec, shape=(1, *spec.shape))
-
-
-def check_stated(
-    specs: Sequence[TensorSpec], rows: Sequence[np.ndarray], made_by: str = ""
-) -> None:
-    """Refuse a request whose inputs hold other values than their signature states.
-
-    Args:
-        specs: specs of the inputs, the first dimension of which is not in a row.
-        rows: one of each.
-        made_by: what made them of a request that holds something else.
-
-    Raises:
-        BadInput: names the value, and what is expected; or a dim that has two sizes.
-    """
-    if len(specs) == 1 and specs[0].values is None:
-        return
-    sizes: dict[str, int] = {}
-    for spec, row in zip(specs, rows, strict=True):
-        for dim, size in zip(spec.shape[1:], row.shape, strict=False):
-            if isinstance(dim, Dim) and sizes.setdefault(dim.name, size) != size:
-                raise BadInput(
-                    f'input "{spec.name}" has {dim.name}={size}, another {sizes[dim.name]}; '
-                    "expected one size"
-                )
-    for spec, row in zip(specs, rows, strict=True):
-        if spec.values and (problem := refused_values(spec, torch.from_numpy(row), sizes)):
-            made = f", as {made_by} makes them" if made_by else ""
-            raise BadInput(f'input "{spec.name}" {problem}{made}')
 
 
 def stack(spec: TensorSpec, rows: Sequence[np.ndarray]) -> Tensor:

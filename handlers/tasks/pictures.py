@@ -217,6 +217,14 @@ def colour_table(settings: ImageSettings) -> np.ndarray:
     return values
 
 
+def normalise(pixels: np.ndarray, table: np.ndarray) -> np.ndarray:
+    """Turn pixels (H, W) or (H, W, C) into a model input (C, H, W), by a `colour_table`."""
+    if pixels.ndim == 2:
+        values: np.ndarray = table[:, pixels]
+        return values
+    return np.stack([row[pixels[:, :, c]] for c, row in enumerate(table)])
+
+
 def decode(body: bytes | bytearray, settings: ImageSettings, max_pixels: int | None) -> np.ndarray:
     """Decode an image file into pixels (H, W) or (H, W, 3) uint8 of the size that is wanted.
 

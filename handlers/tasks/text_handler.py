@@ -162,10 +162,13 @@ class TextHandler(Lists, Classifier):
         encoding = self.encodings[index]
         is_alone = len(self.texts[index]) == 1
         own = attributions[: len(encoding)]
+        errors: dict[str, Any] = {}
+        if explanation.options.errors and explanation.errors is not None:
+            errors["errors"] = as_lists(explanation.errors[0][: len(encoding)])
         return {
             "shape": list(own.shape),
             "attributions": as_lists(own),
-            **self._own_errors(explanation, len(encoding)),
+            **errors,
             "truncated": self._is_truncated(index),
             "tokens": [
                 {
@@ -208,12 +211,6 @@ class TextHandler(Lists, Classifier):
 
     def _is_truncated(self, index: int) -> bool:
         return bool(getattr(self.encodings[index], "overflowing", ()))
-
-    def _own_errors(self, explanation: Explanation, count: int) -> dict[str, Any]:
-        """Return the errors of the first tokens, where they are asked for and known."""
-        if not explanation.options.errors or explanation.errors is None:
-            return {}
-        return {"errors": as_lists(explanation.errors[0][:count])}
 
     def page(self, index: int, inputs: Tensors, explanations: Sequence[Explanation]) -> bytes:
         """Draw the text with a colour behind each word."""

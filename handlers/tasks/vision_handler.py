@@ -30,6 +30,7 @@ from modelyard.handlers.tasks.pictures import (
     ImageSettings,
     colour_table,
     find_settings,
+    normalise,
     open_picture,
     placement,
     resized,
@@ -133,7 +134,7 @@ class VisionHandler(BaseHandler):
                 f'baseline is "{name}"; expected zero, black, white, mean, blur, noise or '
                 "file:NAME for images"
             )
-        return torch.from_numpy(self._normalise(pixels))[None]
+        return torch.from_numpy(normalise(pixels, self.table))[None]
 
     def window(self, sizes: torch.Size, side: int | None) -> tuple[int, ...]:
         """Return a square over all channels, by default an eighth of the longer side."""
@@ -247,7 +248,7 @@ class VisionHandler(BaseHandler):
         self.sizes.append(picture.size)
         if self.keeps_pictures:
             self.pictures.append(picture)
-        return self._normalise(np.asarray(to_size(picture, self.image)))
+        return normalise(np.asarray(to_size(picture, self.image)), self.table)
 
     def _check_size(self, width: int, height: int) -> None:
         """Refuse a picture that becomes one of a size that the model was not exported for."""
@@ -267,13 +268,6 @@ class VisionHandler(BaseHandler):
             names = ", ".join(spec.name for spec in self.inputs)
             raise LoadError(f"the artifact takes {names}; an image handler serves one input")
         return self.inputs[0]
-
-    def _normalise(self, pixels: np.ndarray) -> np.ndarray:
-        """Turn pixels (H, W) or (H, W, C) into a model input (C, H, W)."""
-        if pixels.ndim == 2:
-            values: np.ndarray = self.table[:, pixels]
-            return values
-        return np.stack([table[pixels[:, :, c]] for c, table in enumerate(self.table)])
 
 
 class ImageClassifier(Classifier, VisionHandler):

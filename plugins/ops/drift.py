@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import random
+from collections.abc import Sequence
 
 from modelyard.archiver.reference import MAX_BYTES, Reference, parse_reference
 from modelyard.archiver.untrusted.json import parse_json
@@ -127,19 +128,21 @@ class Drift:
         for family in (drifts.shares, drifts.reference, drifts.distance, drifts.explained):
             family.forget(*self._key)
 
-    def offer(self, job: Call, reply: Reply) -> None:
-        """Explain a prediction that was just answered, if it is drawn and a worker has time."""
-        if reply.status != 200 or isinstance(reply.body, Stream):
-            return
-        if self._draw() >= self._share or self._is_ended or job.flags & _OTHER_FORMS:
-            return
-        if not self._explainers.slots:
-            self._model.start_explainers()
-        worker = next((w for w in self._explainers.workers if w.is_idle), None)
-        if worker is None or any(queue.waiting > 0 for queue in self._model.batchers):
-            self._counts["busy"].inc()
-            return
-        worker.run_aside(job.head, job.parts, job.flags & _OF_A_JOB | wire.SHARES, self)
+    def offer(self, answered: Sequence[tuple[Call, Reply]]) -> None:
+        """Explain what was just answered, where it is drawn and a worker has time."""
+        for job, reply in answered:
+            if reply.status != 200 or isinstance(reply.body, Stream):
+                continue
+            if self._draw() >= self._share or self._is_ended or job.flags & _OTHER_FORMS:
+                continue
+            if not self._explainers.slots:
+                self._model.start_explainers()
+            worker = next((w for w in self._explainers.workers if w.is_idle), None)
+            if worker is None or any(queue.waiting > 0 for queue in self._model.batchers):
+                self._counts["busy"].inc()
+                continue
+            flags = job.flags & _OF_A_JOB | wire.SHARES
+            worker.run_aside([(job.head, job.parts, flags, self, 0)])
 
     # -- the sink ------------------------------------------------------------------------------
 

@@ -15,7 +15,8 @@ from modelyard.handlers.base import BaseHandler
 from modelyard.handlers.body import body_of, decode_text, parse_json
 from modelyard.handlers.context import Context
 from modelyard.handlers.errors import BadInput, LoadError
-from modelyard.handlers.models.rows import check_stated, read_section, read_whole
+from modelyard.handlers.limits import check_stated
+from modelyard.handlers.models.rows import read_section, read_whole
 from modelyard.handlers.steps import Part, Steps
 from modelyard.handlers.tasks.text_handler import load_tokenizer
 from modelyard.handlers.tasks.text_request import INPUTS, PARAMETERS
@@ -90,7 +91,7 @@ class Generate(Steps, BaseHandler):
         asked = read_request(content)
         prompt = self.tokenizer.encode(asked.prompt).ids
         limit = self._limit(len(prompt), asked.max_new_tokens)
-        check_stated(self.inputs[:1], [np.array(prompt)], self.made_by)
+        check_stated(self.inputs[:1], [torch.tensor(prompt)], 1, self.made_by)
         sends_events = EVENTS in str(headers.get("accept") or "").lower()
         form = EVENTS if sends_events else TEXT if asked.stream else ""
         if is_tritons and sends_events:

@@ -16,8 +16,9 @@ from modelyard.handlers.context import Context
 from modelyard.handlers.errors import BadInput, LoadError
 from modelyard.handlers.explain.attribute.attribution import Tensors
 from modelyard.handlers.explain.explanation import explain_batch
+from modelyard.handlers.limits import check_stated
 from modelyard.handlers.models.backends import Output
-from modelyard.handlers.models.rows import check_stated, first_output, sigmoid, softmax, whole
+from modelyard.handlers.models.rows import first_output, sigmoid, softmax
 from modelyard.handlers.tasks.text_handler import (
     MAX_LENGTH,
     PAD_TOKENS,
@@ -163,8 +164,7 @@ class ImageText(VisionHandler):
             fill = self.pad_id if role == "ids" else 0
             rows = [getattr(each, names[role]) for each in encodings]
             tensors.append(torch.tensor([row + [fill] * (length - len(row)) for row in rows]))
-        specs = tuple(map(whole, self.inputs))
-        check_stated(specs, [each.numpy() for each in tensors])
+        check_stated(self.inputs, tensors)
         return tuple(tensors)
 
     def _logits(self, outputs: Output) -> Tensor:

@@ -1,32 +1,27 @@
 """Builds a server that speaks TorchServe's dialect."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 
 from modelyard.base.extras import what_is_missing
-from modelyard.plugins.torchserve.combined import Combined
 from modelyard.plugins.torchserve.configuration import read_tls
-from modelyard.plugins.torchserve.dialect import Dialect, dialect_answers
-from modelyard.plugins.torchserve.inference import PROBES, TorchServeInference, has_tensors
+from modelyard.plugins.torchserve.dialect import Combined, Dialect, Scrape, dialect_answers
+from modelyard.plugins.torchserve.inference import TorchServeInference, rephrase
 from modelyard.plugins.torchserve.log_config import ACCESS_LOG, MODEL_LOG
 from modelyard.plugins.torchserve.logs import Logs, access_line
 from modelyard.plugins.torchserve.management import TorchServeManagement
 from modelyard.plugins.torchserve.metrics import TorchServeMetrics
 from modelyard.plugins.torchserve.policy import TorchServePolicy
-from modelyard.plugins.torchserve.scrape import Scrape
 from modelyard.plugins.torchserve.settings import TorchServeSettings
 from modelyard.plugins.torchserve.tokens import Tokens
+from modelyard.serve.api.oip import OPEN_PATHS
 from modelyard.serve.app import Server, answer_budget, listen
 from modelyard.serve.control.register import Lifecycle
 from modelyard.serve.control.registry import Registry
 from modelyard.serve.control.repository import Repository
 from modelyard.serve.dataplane.budget import AnswerBudget
 from modelyard.serve.dataplane.metrics import Metrics
-from modelyard.serve.front.begin import ServerState, let_everybody
-from modelyard.serve.front.face import Face
-from modelyard.serve.front.models import why_not_ready
+from modelyard.serve.front.begin import Front, ServerState, let_everybody
 from modelyard.serve.http.application import Check, changes_models, check_changes
 from modelyard.serve.http.connection import Access
 from modelyard.serve.http.listener import Listener, Tls
@@ -62,7 +57,7 @@ def create_server(dialect: TorchServeSettings, logs: Logs | None, settings: Sett
         if tokens is None:
             return let_everybody
         is_open = is_off is None and address.is_loopback
-        clients = tokens.check("inference", PROBES, is_needed=not is_open)
+        clients = tokens.check("inference", OPEN_PATHS, is_needed=not is_open)
         return check_changes(clients, tokens.check("management"), is_change)
 
     # Clients may reach what the port of the management API is not open to.
@@ -70,66 +65,32 @@ def create_server(dialect: TorchServeSettings, logs: Logs | None, settings: Sett
     is_safe = tokens is not None or all(address.is_loopback for address in open_to)
     repository = Repository(lifecycle, dialect.enable_model_api and is_safe, "enable_model_api")
     answers = dialect_answers(state, dialect, observer.answered if observer else None)
-    answers.adds_error = has_tensors(dialect)
-    inference = TorchServeInference(
-        registry, metrics, check_at(dialect.inference_address), state, answers, dialect, repository
-    )
+    answers.adds_error = dialect.has_tensors
+    front, check = Front(registry, metrics, state, rephrase), check_at(dialect.inference_address)
+    inference = TorchServeInference(front, check, answers, dialect, repository)
     grants = tokens.grants if tokens else None
     host = Host(lifecycle, metrics, answers, grants, dialect.enable_model_api, [MODEL_LOG])
     observers = make_observers(host)
     management = TorchServeManagement(
-        registry, lifecycle, observers, tokens, answers, dialect.enable_model_api
+        lifecycle, observers, tokens, answers, dialect.enable_model_api
     )
     recorder.start()
-    apis = [inference.dialect, management.dialect]
+    apis: list[Dialect] = [inference, management]
     if dialect.enable_metrics_api:
-        apis.append(Scrape(metrics, dialect_answers(state, dialect)).dialect)
+        apis.append(Scrape(metrics, dialect_answers(state, dialect)))
     lines = logs.lines(ACCESS_LOG) if logs else None
-    access = lines.writer(access_line) if lines else None
+    access = lines(access_line) if lines else None
 
-    tls = read_tls(dialect)
+    limits = settings, budget, read_tls(dialect), access
     faces = []
     if (missing := what_is_missing("grpc")) is None:
-        faces.append(_make_face(inference, management, check_at, dialect, settings, budget, tls,
-                                access))  # fmt: skip
+        from modelyard.plugins.torchserve.grpc_face import GrpcFace
+
+        faces.append(GrpcFace(inference, management, check_at, dialect, *limits))
     else:
         logger.warning("gRPC is not answered, %s", missing)
-    listeners = _listen(apis, dialect, settings, budget, tls, access)
+    listeners = _listen(apis, dialect, *limits)
     return Server(lifecycle, observers, state, *listeners, faces=faces)
-
-
-def _make_face(
-    inference: TorchServeInference,
-    management: TorchServeManagement,
-    check_at: Callable[..., Check],
-    dialect: TorchServeSettings,
-    settings: Settings,
-    budget: AnswerBudget,
-    tls: Tls | None,
-    access: Access | None,
-) -> Face:
-    """Return both APIs by gRPC, bound to their addresses."""
-    from modelyard.plugins.grpc import oip
-    from modelyard.plugins.torchserve.grpc_inference import InferenceApi, open_inference
-    from modelyard.plugins.torchserve.grpc_management import ManagementApi
-    from modelyard.plugins.torchserve.grpc_services import Api, GrpcFace
-
-    front, (first, second) = inference.front, dialect.grpc_addresses
-    most_bytes = dialect.max_response_size
-    methods = InferenceApi(front, inference.is_healthy, most_bytes, budget).methods()
-    if inference.has_oip:
-        described = oip.Inference(front, inference.repository).methods()
-        methods |= open_inference(described, oip.SERVICE)
-    apis = [
-        Api("inference", methods, check_at(first, oip.CHANGES.__contains__), first,
-            dialect.grpc_ages[0]),
-        Api("management", ManagementApi(management, inference.calls.answers).methods(),
-            management.check, second, dialect.grpc_ages[1]),
-    ]  # fmt: skip
-    return GrpcFace(
-        apis, lambda: why_not_ready(front.registry, front.state) is None, budget, settings, tls,
-        access,
-    )  # fmt: skip
 
 
 def _listen(
@@ -146,13 +107,12 @@ def _listen(
         groups.setdefault(address, []).append(api)
     if addresses[0] == addresses[1]:  # such a port answers for all three
         groups[addresses[0]] = apis
-    ports = {
-        address: Combined(group) if len(group) > 1 else group[0].application
+    ports = [
+        (Combined(group) if len(group) > 1 else group[0].application, address)
         for address, group in groups.items()
-    }
+    ]
     origins = [dialect.cors_allowed_origin] if dialect.cors_allowed_origin else []
-    served = [(port, at) for at, port in ports.items()]
-    bound = listen(served, settings, budget, tls, access, origins)
-    listeners = dict(zip(ports, bound, strict=True))
+    bound = listen(ports, settings, budget, tls, access, origins)
+    listeners = dict(zip(groups, bound, strict=True))
     inference, management, *scraped = (listeners[address] for address in addresses)
     return inference, management, scraped[0] if scraped else None

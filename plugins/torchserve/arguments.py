@@ -1,36 +1,14 @@
 """The flags of `torchserve`, read by the command and once more by the server that it starts."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 
-
-class CommandLine(argparse.Namespace):
-    """What was given on the command line."""
-
-    version: bool
-    start: bool
-    stop: bool
-    foreground: bool
-    model_store: str | None
-    workflow_store: str | None
-    models: list[str] | None
-    ts_config: str | None
-    log_config: str | None
-    cpp_log_config: str | None
-    no_config_snapshots: bool
-    plugins_path: str | None
-    disable_token_auth: bool
-    enable_model_api: bool
+CommandLine = argparse.Namespace
+"""Flags as attributes, `--ncs` as `no_config_snapshots`; None, or False, where one is not given."""
 
 
 def parse_command_line(arguments: Sequence[str] | None = None) -> CommandLine:
     """Read the flags; wrong usage ends the process with exit code 2."""
-    return _parser().parse_args(arguments, namespace=CommandLine())
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="torchserve",
         description="Serve models as TorchServe does. `modelyard serve` is this server's own "
@@ -52,7 +30,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME=LOCATION",
         help="what to load: [NAME=]LOCATION …, or ALL for the whole model store",
     )
-    return parser
+    return parser.parse_args(arguments)
 
 
 _SWITCHES = {

@@ -3,8 +3,6 @@
 argparse, as TorchServe: prefixes of flags and exit code 2 are part of what scripts rely on.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -48,7 +46,7 @@ def _running() -> int | None:
     pid = launcher.read_pid()
     if pid is None or launcher.is_server(pid):
         return pid
-    if not launcher.exists(pid):
+    if pid <= 0 or not Path(f"/proc/{pid}").exists():
         print("Removing orphan pid file.")
         launcher.pid_file().unlink(missing_ok=True)
     return None

@@ -4,8 +4,6 @@ A value is taken from the environment (where the file says `enable_envvars_confi
 command line, else the file, else it is TorchServe's default.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import tempfile
@@ -130,7 +128,8 @@ def load_configuration(
         "model_store": directory / typed.get("model_store", ""),
         "models": _split(typed.get("load_models", "")),
         "allowed_hosts": _split(typed.get("allowed_hosts", "")),
-        "state_dir": state_dir(environment),
+        "state_dir": Path(environment.get("TEMP") or tempfile.gettempdir())
+        / f".modelyard-torchserve-{getuid()}",  # one server for each temp folder
         "device": "cpu" if typed.get("number_of_gpu") == 0 else None,
         "queue_size": typed.get("job_queue_size"),
         "request_timeout_s": UNLIMITED_S,
@@ -156,12 +155,6 @@ def load_configuration(
     except ValidationError as error:
         raise StartError(describe_problems(error)) from error
     return Configuration(settings, dialect, notices)
-
-
-def state_dir(environment: Mapping[str, str]) -> Path:
-    """Return the server's own folder in the temp folder: one server for each of those."""
-    temp = environment.get("TEMP") or tempfile.gettempdir()
-    return Path(temp) / f".modelyard-torchserve-{getuid()}"
 
 
 def parse_address(key: str, text: str) -> Address:
@@ -227,12 +220,9 @@ def _read_file(file: Path, environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _from_command_line(options: CommandLine) -> dict[str, str]:
-    values = {
-        "model_store": options.model_store,
-        "workflow_store": options.workflow_store,
+    keys = ("model_store", "workflow_store", "cpp_log_config", "plugins_path")
+    values: dict[str, str | None] = {key: getattr(options, key) for key in keys} | {
         "load_models": ",".join(options.models) if options.models else None,
-        "cpp_log_config": options.cpp_log_config,
-        "plugins_path": options.plugins_path,
         "disable_token_authorization": "true" if options.disable_token_auth else None,
         "enable_model_api": "true" if options.enable_model_api else None,
     }
@@ -316,7 +306,7 @@ def _check_tls(typed: Mapping[str, Any], own: Mapping[str, Any]) -> None:
             raise StartError(f"{key}: file not found: {own[key]}")
 
 
-def read_tls(own: TorchServeSettings) -> Callable[[], TlsContext] | None:
+def read_tls(own: TorchServeSettings) -> Callable[[], "TlsContext"] | None:
     """Return what returns the context of the addresses with TLS; None where there are none.
 
     Raises:

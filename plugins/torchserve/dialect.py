@@ -1,31 +1,22 @@
 """What the APIs have in common in TorchServe's dialect: paths, parameters, answers, errors."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from urllib.parse import parse_qsl
 
 from modelyard.archiver import ArchiveError
-from modelyard.plugins.torchserve.openapi import Document
+from modelyard.plugins.torchserve import openapi
 from modelyard.plugins.torchserve.settings import TorchServeSettings
+from modelyard.serve import errors
+from modelyard.serve.api.management import CONTENT_TYPE
 from modelyard.serve.dataplane.call import Stream
+from modelyard.serve.dataplane.metrics import Metrics
 from modelyard.serve.dataplane.wire import Buffer, Payload
-from modelyard.serve.errors import (
-    BadMessage,
-    BodyTooLarge,
-    FetchFailed,
-    MethodNotAllowed,
-    ServeError,
-    Unauthorized,
-    Unavailable,
-    UrlRefused,
-    http_status,
-)
-from modelyard.serve.front.begin import ServerState
+from modelyard.serve.front.begin import ServerState, let_everybody
 from modelyard.serve.http.application import (
     Answers,
     Application,
@@ -45,55 +36,57 @@ MAX_REASON = 500
 UUID = re.compile(rb"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNORECASE)
 
 
-Respond = Callable[[RequestResponseCycle, list[str], bytes, str], Awaitable[Answer]]
-"""Called with a request, its path, body and id; what it raises is answered."""
-Begin = Callable[[RequestResponseCycle, list[str], Sequence[Buffer], str], bool]
-"""Called before that, with the body in parts; returns whether it has made a call."""
-
-
-class Dialect:
+class Dialect(ABC):
     """One API of TorchServe's, behind an `Application`.
 
     Args:
         check: the token check.
         answers: answers as `dialect_answers` makes them.
         document: the OpenAPI document of its port.
-        respond: answers what is not a call, once its body is there.
-        owns: whether a path is this API's, where one port carries several.
         calls: calls as of `Application`.
-        begin: makes calls of requests that say only in the body for which model they are.
         observers: answer the paths that they own beside this API's.
-        more: answers a request before all others where it returns True.
     """
 
     def __init__(
         self,
         check: Check,
         answers: Answers,
-        document: Document,
-        respond: Respond,
-        owns: Callable[[str], bool],
+        document: openapi.Document,
         calls: Calls | None = None,
-        begin: Begin | None = None,
         observers: Sequence[Observer] = (),
-        more: Callable[[RequestResponseCycle, str], bool] | None = None,
     ) -> None:
         check, route = with_observers(observers, check, self._route)
         self.application = Application(check, answers, route, calls)
         self.document = document
-        self.owns = owns
         self._answers = answers
-        self._respond = respond
-        self._begin = begin
-        self._more = more
+
+    @abstractmethod
+    def owns(self, path: str) -> bool:
+        """Return whether a path is this API's, where one port carries several."""
+
+    @abstractmethod
+    async def respond(
+        self, cycle: RequestResponseCycle, path: list[str], body: bytes, id: str
+    ) -> Answer:
+        """Answer what is not a call, once its body is there; what it raises is answered."""
+
+    def begin(
+        self, cycle: RequestResponseCycle, path: list[str], parts: Sequence[Buffer], id: str
+    ) -> bool:
+        """Make a call of a request that says only in the body for which model it is, or return."""
+        return False
+
+    def answer_first(self, cycle: RequestResponseCycle, id: str) -> bool:
+        """Answer a request that comes before all others, or return False."""
+        return False
 
     def _route(self, cycle: RequestResponseCycle, id: str) -> None:
         """Answer with the API's description, or as soon as the body is there."""
-        if self._more is not None and self._more(cycle, id):
+        if self.answer_first(cycle, id):
             return
         path = segments(cycle.path)
         if not path and cycle.method != "OPTIONS":
-            raise MethodNotAllowed
+            raise errors.MethodNotAllowed
         if not path or path == ["api-description"]:
             self._answers.send(cycle, *json_answer(self.document))
         else:
@@ -103,9 +96,9 @@ class Dialect:
         self, cycle: RequestResponseCycle, path: list[str], parts: Sequence[Buffer], id: str
     ) -> None:
         try:
-            if self._begin is not None and self._begin(cycle, path, parts, id):
+            if self.begin(cycle, path, parts, id):
                 return
-        except ServeError as error:
+        except errors.ServeError as error:
             self._answers.send(cycle, *self._answers.error(error, id))
         else:
             cycle.run(self._run(cycle, path, b"".join(parts), id))
@@ -114,17 +107,63 @@ class Dialect:
         self, cycle: RequestResponseCycle, path: list[str], body: bytes, id: str
     ) -> None:
         try:
-            answer = await self._respond(cycle, path, body, id)
+            answer = await self.respond(cycle, path, body, id)
         except Exception as error:
             answer = self._answers.error(error, id)
         self._answers.send(cycle, *answer)
+
+
+class Combined:
+    """Several APIs on one port, as KServe configures it; each checks its own key.
+
+    Args:
+        apis: APIs in the order of their addresses; the first answers what is nobody's, and
+            describes the port.
+    """
+
+    def __init__(self, apis: Sequence[Dialect]) -> None:
+        self._first, *self._others = apis
+        paths = {path: item for api in apis for path, item in api.document["paths"].items()}
+        self._first.document = {**self._first.document, "paths": paths}
+
+    def accept(self, cycle: RequestResponseCycle) -> None:
+        """Hand a request to the API that its path belongs to."""
+        api = next((api for api in self._others if api.owns(cycle.path)), self._first)
+        api.application.accept(cycle)
+
+    def refuse(self, error: Exception, cycle: RequestResponseCycle | None) -> Answer:
+        """Return the last answer on a connection."""
+        return self._first.application.refuse(error, cycle)
+
+
+class Scrape(Dialect):
+    """The metrics API: one path, in any method; it needs no token."""
+
+    def __init__(self, metrics: Metrics, answers: Answers) -> None:
+        super().__init__(let_everybody, answers, openapi.server())
+        self._metrics = metrics
+
+    def owns(self, path: str) -> bool:
+        """Return whether it is that path."""
+        return segments(path) == ["metrics"]
+
+    async def respond(
+        self, cycle: RequestResponseCycle, path: list[str], body: bytes, id: str
+    ) -> Answer:
+        """Return the metrics, all or those that `name[]` names."""
+        if path != ["metrics"]:
+            raise errors.NoSuchRoute
+        query = parse_qsl(cycle.query.decode("latin-1"))
+        names = [value for name, value in query if name == "name[]"]
+        headers = [(b"content-type", CONTENT_TYPE.encode())]
+        return 200, headers, self._metrics.text(names).encode()
 
 
 def dialect_answers(
     state: ServerState,
     settings: TorchServeSettings,
     on_status: Callable[[int], None] | None = None,
-) -> DialectAnswers:
+) -> "DialectAnswers":
     """Return the form of TorchServe's answers: its errors, request ids and CORS headers."""
     cors = (
         (b"access-control-allow-origin", settings.cors_allowed_origin),
@@ -155,7 +194,7 @@ class DialectAnswers(Answers):
             body = _with_error(body)
         super().send(cycle, status, headers, body)
 
-    def send_refusal(self, cycle: RequestResponseCycle, error: Unavailable) -> None:
+    def send_refusal(self, cycle: RequestResponseCycle, error: errors.Unavailable) -> None:
         """Send the answer to a call that is not taken."""
         if self._is_of_tensors(cycle):
             self.send(cycle, *self.error(error, cycle.id))
@@ -186,26 +225,26 @@ def _with_error(body: bytes | bytearray) -> bytes:
     return (json.dumps({**content, "error": content["message"]}, indent=2) + "\n").encode()
 
 
-class Refused(Unavailable):
+class Refused(errors.Unavailable):
     """No worker takes a request; TorchServe's words, and ours as the reason."""
 
-    def __init__(self, message: str, cause: Unavailable) -> None:
+    def __init__(self, message: str, cause: errors.Unavailable) -> None:
         super().__init__(message, cause.retry_after_s)
         self.reason = str(cause)
 
 
 def form_error(error: Exception, id: str) -> Answer:
     """Return status, headers and body for an error."""
-    if isinstance(error, BodyTooLarge):
+    if isinstance(error, errors.BodyTooLarge):
         return 413, [], b""
-    if isinstance(error, BadMessage):
+    if isinstance(error, errors.BadMessage):
         return error_answer(400, "BadRequestException", "Invalid HTTP message.", str(error))
-    status, kind = http_status(error)
-    if isinstance(error, Unauthorized):
+    status, kind = errors.http_status(error)
+    if isinstance(error, errors.Unauthorized):
         status = 400
-    reason = error.reason if isinstance(error, FetchFailed | UrlRefused) else None
+    reason = error.reason if isinstance(error, errors.FetchFailed | errors.UrlRefused) else None
     answer = error_answer(status, kind, text_of(error), reason)
-    if isinstance(error, Unavailable):
+    if isinstance(error, errors.Unavailable):
         answer[1].append((b"retry-after", str(error.retry_after_s).encode()))
     if isinstance(error, Refused):
         answer[1].append((REASON, error.reason.encode("ascii", "replace")))
@@ -214,8 +253,18 @@ def form_error(error: Exception, id: str) -> Answer:
 
 def text_of(error: Exception) -> str:
     """Return what a client reads of an error; of one that nobody declared, its class only."""
-    declared = isinstance(error, (ServeError, ArchiveError))
+    declared = isinstance(error, (errors.ServeError, ArchiveError))
     return str(error) if declared else f"internal error ({type(error).__name__})"
+
+
+def with_class(message: str, kind: str) -> str:
+    """Return an error's text by gRPC: a message, and the name of a class of Java's.
+
+    Args:
+        kind: the class without its package, as `type` of an error by HTTP.
+    """
+    package = "archive.model" if "Model" in kind else "archive" if "Archive" in kind else "http"
+    return f"{message}\norg.pytorch.serve.{package}.{kind}"
 
 
 def segments(path: str) -> list[str]:

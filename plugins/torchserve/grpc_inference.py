@@ -4,8 +4,6 @@ The values of a request go to the handler as they came, under their names, witho
 answer is what it returned; a status that it set does not count, as in TorchServe.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any
@@ -18,8 +16,7 @@ from modelyard.plugins.grpc.messages import not_a, parse
 from modelyard.plugins.grpc.oip import ask
 from modelyard.plugins.grpc.protos import message
 from modelyard.plugins.grpc.rpc import Failure, Method, Rpc, code_of
-from modelyard.plugins.torchserve.dialect import Refused, text_of
-from modelyard.plugins.torchserve.grpc_services import with_class
+from modelyard.plugins.torchserve.dialect import Refused, text_of, with_class
 from modelyard.serve.dataplane import wire
 from modelyard.serve.dataplane.budget import AnswerBudget
 from modelyard.serve.dataplane.call import PREDICT, Reply, Stream, Target

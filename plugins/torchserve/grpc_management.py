@@ -1,10 +1,9 @@
 """TorchServe's management API by gRPC: the six methods, answered by those of HTTP."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Awaitable, Callable
 from functools import partial
+from inspect import isawaitable
 from typing import Any
 
 from grpc import StatusCode
@@ -12,7 +11,7 @@ from grpc import StatusCode
 from modelyard.plugins.grpc.messages import parse
 from modelyard.plugins.grpc.protos import message
 from modelyard.plugins.grpc.rpc import Failure, Method, Rpc, code_of
-from modelyard.plugins.torchserve.grpc_services import with_class
+from modelyard.plugins.torchserve.dialect import with_class
 from modelyard.plugins.torchserve.management import TorchServeManagement
 from modelyard.serve.errors import BadRequest
 from modelyard.serve.front.begin import pack_fields
@@ -24,7 +23,7 @@ SERVICE = f"{PACKAGE}.ManagementAPIsService"
 STATUSES = {403: StatusCode.FAILED_PRECONDITION, 409: StatusCode.ALREADY_EXISTS}
 """Status of gRPC for an HTTP status, where TorchServe's gRPC says nothing but UNKNOWN."""
 
-Respond = Callable[[Rpc, Any], Awaitable[Answer]]
+Respond = Callable[[Rpc, Any], Awaitable[Answer] | Answer]
 
 
 class ManagementApi:
@@ -41,12 +40,19 @@ class ManagementApi:
 
     def methods(self) -> dict[str, Method]:
         """Return the methods by full name."""
+        management = self._management
         own: dict[str, Respond] = {
             "DescribeModel": self._describe,
-            "ListModels": self._list,
+            "ListModels": lambda rpc, request: management.list_models(
+                {"limit": request.limit, "next_page_token": request.next_page_token}
+            ),
             "RegisterModel": self._register,
-            "ScaleWorker": self._scale,
-            "SetDefault": self._set_default,
+            "ScaleWorker": lambda rpc, request: management.scale(
+                request.model_name, request.model_version or None, _given(request)
+            ),
+            "SetDefault": lambda rpc, request: management.set_default(
+                request.model_name, request.model_version
+            ),
             "UnregisterModel": self._unregister,
         }
         return {
@@ -57,7 +63,8 @@ class ManagementApi:
     async def _answer(self, name: str, respond: Respond, rpc: Rpc, data: bytes) -> bytes:
         request = parse(f"{PACKAGE}.{name}Request", data)
         try:
-            status, _, body = await respond(rpc, request)
+            answered = respond(rpc, request)
+            status, _, body = await answered if isawaitable(answered) else answered
         except Failure:
             raise
         except Exception as error:
@@ -80,22 +87,9 @@ class ManagementApi:
             return await self._management.describe_customized(name, version, head)
         return self._management.describe(name, version)
 
-    async def _list(self, rpc: Rpc, request: Any) -> Answer:
-        return self._management.list_models(
-            {"limit": request.limit, "next_page_token": request.next_page_token}
-        )
-
     async def _register(self, rpc: Rpc, request: Any) -> Answer:
         self._require_model_api()
         return await self._management.register(_given(request))
-
-    async def _scale(self, rpc: Rpc, request: Any) -> Answer:
-        given = _given(request)
-        version = request.model_version or None
-        return await self._management.scale(request.model_name, version, given)
-
-    async def _set_default(self, rpc: Rpc, request: Any) -> Answer:
-        return self._management.set_default(request.model_name, request.model_version)
 
     async def _unregister(self, rpc: Rpc, request: Any) -> Answer:
         self._require_model_api()

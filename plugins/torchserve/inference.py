@@ -12,8 +12,6 @@
 | /ping, /health/live, /health/ready | for probes, without a token |
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from email.message import Message
 from urllib.parse import parse_qsl
@@ -29,66 +27,39 @@ from modelyard.plugins.torchserve.dialect import (
 from modelyard.plugins.torchserve.settings import TorchServeSettings
 from modelyard.serve.api.inference import KINDS, METHODS, Calls, split_verb, target_of_v2
 from modelyard.serve.api.oip import asks_for_ready, refuse_overrides
-from modelyard.serve.control.registry import ModelVersion, Registry
 from modelyard.serve.control.repository import Repository
 from modelyard.serve.dataplane import wire
 from modelyard.serve.dataplane.call import EXPLAIN, PREDICT, Target
 from modelyard.serve.dataplane.form import MAX_CONTENT_TYPE, read_parts
-from modelyard.serve.dataplane.metrics import Metrics
 from modelyard.serve.dataplane.wire import Buffer
 from modelyard.serve.errors import BadRequest, MethodNotAllowed, NoSuchRoute, Unavailable
 from modelyard.serve.front import models
-from modelyard.serve.front.begin import Front, ServerState, find_model
+from modelyard.serve.front.begin import Front, find_model
 from modelyard.serve.http.application import Answers, Check
 from modelyard.serve.http.connection import Answer, RequestResponseCycle
 
-PROBES = ("/ping", "/health/live", "/health/ready", "/v2/health/live", "/v2/health/ready")
-"""Paths that need no token."""
-OIP_NAMES = ("oip", "true")
-"""What switches the Open Inference Protocol on: by environment, and by file."""
-OF_INSTANCES = "kserve"
-"""The envelope of KServe's first protocol, which has no tensors."""
 
-
-def has_oip(settings: TorchServeSettings) -> bool:
-    """Return whether the Open Inference Protocol is on."""
-    return (settings.ts_open_inference_protocol or "").lower() in OIP_NAMES
-
-
-def has_tensors(settings: TorchServeSettings) -> bool:
-    """Return whether its requests are read as tensors: other envelopes read bodies themselves."""
-    return has_oip(settings) and settings.service_envelope in (None, OF_INSTANCES)
-
-
-class TorchServeInference:
+class TorchServeInference(Dialect):
     """Routes for clients."""
 
     def __init__(
         self,
-        registry: Registry,
-        metrics: Metrics,
+        front: Front,
         check: Check,
-        state: ServerState,
         answers: Answers,
         settings: TorchServeSettings,
         repository: Repository,
     ) -> None:
         self.repository = repository
-        self._registry = registry
-        self._state = state
-        self.has_oip = has_oip(settings)
-        self._has_tensors = has_tensors(settings)
-        self.front = Front(registry, metrics, state, rephrase)
-        self.calls = Calls(self.front, answers, self._target, takes_codings=True)
-        self.dialect = Dialect(
-            check,
-            answers,
-            openapi.server("inference", *(["oip"] if self.has_oip else [])),
-            self._respond,
-            lambda path: True,
-            self.calls,
-            self._begin,
-        )
+        self.front, self._registry, self._state = front, front.registry, front.state
+        self._has_oip, self._has_tensors = settings.has_oip, settings.has_tensors
+        self.calls = Calls(front, answers, self._target, takes_codings=True)
+        document = openapi.server("inference", *(["oip"] if self._has_oip else []))
+        super().__init__(check, answers, document, self.calls)
+
+    def owns(self, path: str) -> bool:
+        """Return whether a path is this API's, which takes what is nobody's."""
+        return True
 
     def _target(self, cycle: RequestResponseCycle) -> Target | None:
         """Return what a request asks a model for; None for all other requests."""
@@ -108,7 +79,7 @@ class TorchServeInference:
             case ["v2", "models", name, "infer" | "explain" as verb]:
                 return Target(_KSERVE[verb], [name], wire.KSERVE)
             case ["v2", "models", name, "versions", version, "infer" | "explain" as verb]:
-                if self.has_oip:
+                if self._has_oip:
                     return Target(_KSERVE[verb], [name, version], wire.KSERVE)
             case ["models", name, "invoke"]:
                 return Target(PREDICT, [name], wire.LEGACY)
@@ -116,7 +87,7 @@ class TorchServeInference:
                 return Target(PREDICT, path[:-1], wire.LEGACY)
         return None
 
-    def _begin(
+    def begin(
         self, cycle: RequestResponseCycle, path: list[str], parts: Sequence[Buffer], id: str
     ) -> bool:
         """Call the model that an invocation names in its query or form, else the one there is."""
@@ -135,7 +106,7 @@ class TorchServeInference:
         names = {model.name for model in self._registry if model.at_start}
         return names.pop() if len(names) == 1 else None
 
-    async def _respond(
+    async def respond(
         self, cycle: RequestResponseCycle, path: list[str], body: bytes, id: str
     ) -> Answer:
         """Answer what is not a prediction."""
@@ -144,18 +115,17 @@ class TorchServeInference:
             return json_answer(openapi.model(self._registry.get(name, version or None).name))
         match path:
             case ["ping"]:
-                return self._ping()
-            case ["health", "live"]:
-                return json_answer({"live": True})
-            case ["health", "ready"]:
-                return self._ready()
+                status, code = ("Healthy", 200) if self.is_healthy() else ("Unhealthy", 500)
+                return json_answer({"status": status}, code)
+            case ["health", probe]:
+                return self._health(probe)
             case ["wfpredict", _, *_]:
                 raise BadRequest(NO_WORKFLOWS)
-            case ["v1", "models"] if self.has_oip:
+            case ["v1", "models"] if self._has_oip:
                 return json_answer(self._names())
-            case ["v1", "models", name] if self.has_oip and ":" not in name:
-                return self._readiness(name)
-            case ["v2", *rest] if self.has_oip:
+            case ["v1", "models", name] if self._has_oip and ":" not in name:
+                return self._of_model(name, None, ["ready"])
+            case ["v2", *rest] if self._has_oip:
                 if self._has_tensors and (answer := await self._of_tensors(rest, body)) is not None:
                     return answer
                 return self._inference_protocol(rest)
@@ -175,13 +145,11 @@ class TorchServeInference:
         scaled = [pool for pool in pools if pool.slots]
         return not scaled or any(pool.why_none is None for pool in scaled)
 
-    def _ping(self) -> Answer:
-        healthy = self.is_healthy()
-        return json_answer(
-            {"status": "Healthy" if healthy else "Unhealthy"}, 200 if healthy else 500
-        )
-
-    def _ready(self) -> Answer:
+    def _health(self, probe: str) -> Answer:
+        if probe == "live":
+            return json_answer({"live": True})
+        if probe != "ready":
+            raise NoSuchRoute
         if (reason := models.why_not_ready(self._registry, self._state)) is not None:
             return json_answer({"ready": False, "reason": reason}, 503, models.RETRY)
         return json_answer({"ready": True})
@@ -195,18 +163,12 @@ class TorchServeInference:
                 own = list(models.EXTENSIONS) if self._has_tensors else names
                 about = {"extensions": own, "extenstion": names}
                 return json_answer({"name": "Torchserve", "version": TORCHSERVE_VERSION, **about})
-            case ["health", "live"]:
-                return json_answer({"live": True})
-            case ["health", "ready"]:
-                return self._ready()
-            case ["models", name]:
-                return self._describe(name)
-            case ["models", name, "versions", version]:
-                return self._describe(name, version)
-            case ["models", name, "ready"]:
-                return self._readiness(name)
-            case ["models", name, "versions", version, "ready"]:
-                return self._readiness(name, version)
+            case ["health", probe]:
+                return self._health(probe)
+            case ["models", name, "versions", version, *rest]:
+                return self._of_model(name, version, rest)
+            case ["models", name, *rest]:
+                return self._of_model(name, None, rest)
         raise NoSuchRoute
 
     async def _of_tensors(self, path: list[str], body: bytes) -> Answer | None:
@@ -218,26 +180,23 @@ class TorchServeInference:
                 raise MethodNotAllowed
             case ["repository", "index"]:
                 return json_answer(self.repository.index(asks_for_ready(body)))
-            case ["repository", "models", name, "load"]:
-                refuse_overrides(body)
-                await self.repository.load(name)
-                return json_answer({"name": name, "load": True})
-            case ["repository", "models", name, "unload"]:
-                await self.repository.unload(name)
-                return json_answer({"name": name, "unload": True})
+            case ["repository", "models", name, "load" | "unload" as verb]:
+                if verb == "load":
+                    refuse_overrides(body)
+                await getattr(self.repository, verb)(name)
+                return json_answer({"name": name, verb: True})
         return None
 
     def _names(self) -> dict[str, list[str]]:
         return {"models": list(dict.fromkeys(model.name for model in self._registry))}
 
-    def _find(self, name: str, version: str | None) -> ModelVersion:
-        return find_model(self._registry, self._state, name, version)
-
-    def _readiness(self, name: str, version: str | None = None) -> Answer:
-        return json_answer(*models.readiness(self._find(name, version), self._state))
-
-    def _describe(self, name: str, version: str | None = None) -> Answer:
-        return json_answer(models.describe_signature(self._registry, self._find(name, version)))
+    def _of_model(self, name: str, version: str | None, rest: list[str]) -> Answer:
+        if rest not in ([], ["ready"]):
+            raise NoSuchRoute
+        model = find_model(self._registry, self._state, name, version)
+        if rest:
+            return json_answer(*models.readiness(model, self._state))
+        return json_answer(models.describe_signature(self._registry, model))
 
 
 def rephrase(error: Exception, path: list[str]) -> Exception:
@@ -268,7 +227,7 @@ def form_field(headers: Iterable[tuple[bytes, bytes]], body: bytes, name: str) -
         raise BadRequest(f"the Content-Type is longer than {MAX_CONTENT_TYPE} characters")
     message = Message()
     message["content-type"] = content_type
-    kind = message.get_content_type() if content_type else ""
+    kind = message.get_content_type()
     if kind == "application/x-www-form-urlencoded":
         return dict(parse_qsl(body.decode("latin-1"), keep_blank_values=True)).get(name)
     if kind != "multipart/form-data" or not message.get_boundary():

@@ -3,8 +3,6 @@
 Nothing but the standard library: the command answers before a web framework could be imported.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -51,11 +49,6 @@ def is_server(pid: int) -> bool:
     except OSError:
         return False
     return SERVER_MODULE.encode() in command.split(b"\0")  # empty when only its exit code is left
-
-
-def exists(pid: int) -> bool:
-    """Return whether there is any process of this number."""
-    return pid > 0 and Path(f"/proc/{pid}").exists()
 
 
 def wait_for_end(pid: int, timeout_s: float) -> bool:

@@ -3,15 +3,13 @@
 Source: https://logging.apache.org/log4j/2.x/manual/pattern-layout.html
 """
 
-from __future__ import annotations
-
 import os
 import re
 import time
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from zoneinfo import ZoneInfo
 
 TORCHSERVE_LEVELS = {"WARNING": "WARN", "CRITICAL": "FATAL"}
@@ -25,17 +23,17 @@ _TOO_LONG = 4096
 
 DATES = {
     "DEFAULT": "yyyy-MM-dd HH:mm:ss,SSS",
-    "DEFAULT_PERIOD": "yyyy-MM-dd HH:mm:ss.SSS",
     "ISO8601": "yyyy-MM-dd'T'HH:mm:ss,SSS",
     "ISO8601_BASIC": "yyyyMMdd'T'HHmmss,SSS",
-    "ISO8601_PERIOD": "yyyy-MM-dd'T'HH:mm:ss.SSS",
     "ISO8601_OFFSET_DATE_TIME_HHCMM": "yyyy-MM-dd'T'HH:mm:ss,SSSXXX",
     "ISO8601_OFFSET_DATE_TIME_HHMM": "yyyy-MM-dd'T'HH:mm:ss,SSSZ",
     "ABSOLUTE": "HH:mm:ss,SSS",
-    "ABSOLUTE_PERIOD": "HH:mm:ss.SSS",
     "COMPACT": "yyyyMMddHHmmssSSS",
     "DATE": "dd MMM yyyy HH:mm:ss,SSS",
-    "DATE_PERIOD": "dd MMM yyyy HH:mm:ss.SSS",
+}
+DATES |= {
+    f"{name}_PERIOD": DATES[name].replace(",", ".")
+    for name in ("DEFAULT", "ISO8601", "ABSOLUTE", "DATE")
 }
 _FIELD = re.compile(r"'((?:[^']|'')*)'|([A-Za-z])\2*|[^A-Za-z']+")
 _FIELDS = {
@@ -128,28 +126,23 @@ class _Field(NamedTuple):
     """One conversion of a pattern, or the text between two."""
 
     kind: str
-    content: Any
+    content: str | DateFormat
     match: re.Match[str] | None = None
 
     def bind(self, said: Said) -> str | DateFormat:
         """Return the text for one source, or what makes it of a time."""
-        text = self.content
-        match self.kind:
-            case "d":
-                date: DateFormat = self.content
-                return date
-            case "p" | "t" | "c":
-                text = {"p": said.level, "t": said.thread, "c": said.logger}[self.kind]
-                if self.kind == "c" and self.content.isdigit() and int(self.content):
-                    text = ".".join(text.split(".")[-int(self.content) :])
-            case "n" | "%" | "ex" | "pid":
-                text = {"n": "\n", "%": "%", "ex": "", "pid": str(os.getpid())}[self.kind]
+        if isinstance(self.content, DateFormat):
+            return self.content
+        known = {"p": said.level, "t": said.thread, "c": said.logger, "pid": str(os.getpid())}
+        text = {**known, "n": "\n", "%": "%", "ex": ""}.get(self.kind, self.content)
+        if self.kind == "c" and self.content.isdigit() and int(self.content):
+            text = ".".join(text.split(".")[-int(self.content) :])
         if self.match is None:
-            return str(text)
+            return text
         if self.match["most"]:
             text = text[-int(self.match["most"]) :] if int(self.match["most"]) else text
         least = int(self.match["least"] or 0)
-        return str(text.ljust(least) if self.match["left"] else text.rjust(least))
+        return text.ljust(least) if self.match["left"] else text.rjust(least)
 
 
 class Layout:

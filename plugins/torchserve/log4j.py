@@ -5,8 +5,6 @@ Levels, appenders, patterns and rotation are followed; what is not is named once
 Source: https://logging.apache.org/log4j/2.x/manual/configuration.html
 """
 
-from __future__ import annotations
-
 import re
 import socket
 from collections.abc import Iterator, Mapping
@@ -40,7 +38,7 @@ class Node:
     type: str
     line: int = 0
     attributes: dict[str, str] = field(default_factory=dict)
-    children: list[Node] = field(default_factory=list)
+    children: list["Node"] = field(default_factory=list)
     text: str = ""
     is_read: bool = False
 
@@ -48,18 +46,18 @@ class Node:
         """Return an attribute that is there and not empty."""
         return self.attributes.get(name, "").strip() or None
 
-    def all(self, *kinds: str) -> Iterator[Node]:
+    def all(self, *kinds: str) -> Iterator["Node"]:
         """Yield children of these types."""
         for child in self.children:
             if child.type in kinds:
                 child.is_read = True
                 yield child
 
-    def below(self, section: str, *kinds: str) -> Iterator[Node]:
+    def below(self, section: str, *kinds: str) -> Iterator["Node"]:
         """Yield what stands in children of this type, and is of one of these."""
         return (each for child in self.all(section) for each in child.all(*kinds))
 
-    def unread(self) -> Iterator[Node]:
+    def unread(self) -> Iterator["Node"]:
         """Yield the outermost components that nobody has asked for."""
         for child in self.children:
             yield from child.unread() if child.is_read else (child,)
@@ -136,9 +134,6 @@ def _parse_xml(content: bytes) -> Node:
         open_nodes[-1].children.append(node)
         open_nodes.append(node)
 
-    def end(name: str) -> None:
-        open_nodes.pop()
-
     def characters(text: str) -> None:
         open_nodes[-1].text += text
 
@@ -148,7 +143,7 @@ def _parse_xml(content: bytes) -> Node:
         )
 
     parser.StartElementHandler = start
-    parser.EndElementHandler = end
+    parser.EndElementHandler = lambda name: open_nodes.pop()
     parser.CharacterDataHandler = characters
     parser.StartDoctypeDeclHandler = refuse
     try:
@@ -314,9 +309,11 @@ class _Reader:
             if any(policies.all("onstartuptriggeringpolicy")):
                 rolling = replace(rolling, at_start=True)
         for each in node.all("defaultrolloverstrategy"):
-            keep = _count(each.get("max") or str(LOG4J_DEFAULT_KEPT), each)
+            most = each.get("max") or str(LOG4J_DEFAULT_KEPT)
+            if not most.isdecimal() or not 0 < int(most) < 10_000:
+                raise _Broken(f"{each.place}{most!r} is not a number of files from 1 to 9999")
             is_min = (each.get("fileindex") or "max").lower() == "min"
-            rolling = replace(rolling, keep=keep, newest_first=is_min)
+            rolling = replace(rolling, keep=int(most), newest_first=is_min)
         if name is None:
             return rolling
         if name.endswith((".zip", ".bz2", ".xz", ".zst", ".deflate")):
@@ -385,12 +382,6 @@ def _size(text: str, node: Node) -> int:
         raise _Broken(f"{node.place}{text!r} is not a size such as 100 MB")
     power = {"": 0, "b": 0, "k": 1, "m": 2, "g": 3}[match[2][:1].lower()]
     return max(1, int(float(match[1]) * 1024**power))
-
-
-def _count(text: str, node: Node) -> int:
-    if not text.isdecimal() or not 0 < int(text) < 10_000:
-        raise _Broken(f"{node.place}{text!r} is not a number of files from 1 to 9999")
-    return int(text)
 
 
 def find_log_config(option: str | None, vmargs: str, directory: Path) -> Path | None:

@@ -4,8 +4,6 @@ A record is written by the appenders of its logger and of those above it, as log
 appender gets it once.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass

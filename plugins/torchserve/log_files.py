@@ -1,7 +1,5 @@
 """Where lines of a log go: files that are put aside when they are full or old, and the console."""
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import os
@@ -11,26 +9,15 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
-from modelyard.plugins.torchserve.layout import BadPattern, DateFormat
+from modelyard.plugins.torchserve.layout import FINEST, BadPattern, DateFormat
 from modelyard.plugins.torchserve.log_config import Appender, Rolling
 from modelyard.serve.dataplane.log_file import Console, LogFile, make_room
 
 _DATE_OR_INDEX = re.compile(r"%(?:d(?:ate)?(?:\{([^}]*)\})?|(0\d+)?i)")
 
 
-class Sink(Protocol):
-    """Takes encoded lines; called by one thread."""
-
-    def write(self, data: bytes, now: float) -> int:
-        """Write whole lines; return how many were lost."""
-
-    def close(self) -> None:
-        """Write what waits, as far as it can be written soon."""
-
-
-def open_sink(appender: Appender) -> Sink | None:
+def open_sink(appender: Appender) -> "Sink | None":
     """Return what writes the lines of an appender; None where nobody would see them.
 
     Raises:
@@ -53,7 +40,7 @@ class ConsoleSink(Console):
     """The console, as a sink."""
 
     def write(self, data: bytes, now: float) -> int:
-        """Hand lines to its thread."""
+        """Hand lines to its thread; return how many were lost."""
         return self.append(data)
 
 
@@ -74,7 +61,7 @@ class FileSink(LogFile):
             self._roll()
 
     def write(self, data: bytes, now: float) -> int:
-        """Write lines, into a new file where one is due."""
+        """Write whole lines, into a new file where one is due; return how many were lost."""
         if self._rolling.period is not None and (period := self._period_at(now)) != self._period:
             self._period = period
             if self._size:
@@ -89,7 +76,11 @@ class FileSink(LogFile):
             self._packing.join()
 
     def _period_at(self, now: float) -> str:
-        return _period(int(now) // 60, self._rolling.period) if self._rolling.period else ""
+        """Return the period of a time; a second counts as its minute."""
+        if self._rolling.period is None:
+            return ""
+        fields = min(5, len(FINEST) - FINEST.index(self._rolling.period))
+        return str(time.localtime(now)[:fields])
 
     def _put_aside(self) -> None:
         if self._packing is not None:
@@ -108,12 +99,8 @@ class FileSink(LogFile):
         self._packing.start()
 
 
-_PERIODS = {"%Y": 1, "%m": 2, "%d": 3, "%H": 4, "%M": 5, "%S": 5}
-
-
-def _period(minute: int, field: str) -> str:
-    """Return the period of a minute since the epoch; seconds count as minutes."""
-    return str(time.localtime(60 * minute)[: _PERIODS[field]])
+Sink = ConsoleSink | FileSink
+"""Takes encoded lines; used by one thread."""
 
 
 def _aside(file: Path, rolling: Rolling, written_at: float) -> Path:

@@ -5,8 +5,6 @@ writes each file once for all: neither a slow disk nor a reader that stopped rea
 request. What cannot be written in time is lost, and counted.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os
@@ -47,6 +45,10 @@ CHUNK_BYTES = 8192
 
 Form = Callable[..., Sequence[str]]
 """Called in the thread that writes, with a record's second and values; returns its messages."""
+Lines = Callable[[Form], Callable[..., None]]
+
+
+Buffer = list[str]
 
 
 class Source:
@@ -57,13 +59,12 @@ class Source:
         """Messages of the time that is being written."""
         self.together_ms = 1
         """Milliseconds whose records show the time of the first."""
-        self._targets: list[tuple[Around, list[Buffer]]] = []
-        by_pattern: dict[str, list[Buffer]] = {}
+        self._targets: dict[str, tuple[Around, list[Buffer]]] = {}
+        """Pattern → what stands around the messages, and where the lines go."""
         for layout, buffer in sinks:
-            if layout.pattern not in by_pattern:
-                by_pattern[layout.pattern] = []
-                self._targets.append((layout.around(said), by_pattern[layout.pattern]))
-            by_pattern[layout.pattern].append(buffer)
+            if layout.pattern not in self._targets:
+                self._targets[layout.pattern] = layout.around(said), []
+            self._targets[layout.pattern][1].append(buffer)
 
     @property
     def is_wanted(self) -> bool:
@@ -73,33 +74,15 @@ class Source:
     def end(self, milliseconds: int) -> None:
         """Turn the messages of one time into lines, once for all with one layout."""
         messages, self.messages = self.messages, []
-        for around, buffers in self._targets:
+        for around, buffers in self._targets.values():
             before, after = around(milliseconds)
             text = f"{before}{(after + before).join(messages)}{after}"
             for buffer in buffers:
                 buffer.append(text)
 
 
-Buffer = list[str]
 Item = tuple[float, Source, Form, tuple[Any, ...]]
 """Time, source, and what makes messages of the values."""
-
-
-class Lines:
-    """The records of one logger that are made of values, at level INFO."""
-
-    def __init__(self, logs: Logs, source: Source) -> None:
-        self._logs = logs
-        self._source = source
-
-    def writer(self, form: Form) -> Callable[..., None]:
-        """Return what hands over the values of one record. It is called for each request."""
-        put, source = self._logs.put, self._source
-
-        def write(*values: Any) -> None:
-            put((time.time(), source, form, values))
-
-        return write
 
 
 def access_line(second: int, answered: Answered) -> Sequence[str]:
@@ -133,15 +116,12 @@ class Logs(logging.Handler):
         self._signal: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._lost = 0
         self._sources: dict[tuple[str, int, str], Source] = {}
-        self._sinks: list[tuple[Sink, Buffer]] = []
-        self._of_appender: dict[str, tuple[Layout, Buffer]] = {}
+        self._outputs: dict[str, tuple[Sink, Layout, Buffer]] = {}
+        """Those that records go to, by the name of the appender."""
         used = {name for rule in config.loggers.values() for name, _ in rule.appenders}
         for appender in config.appenders.values():
-            sink = open_sink(appender) if appender.name in used else None
-            if sink is not None:
-                buffer: Buffer = []
-                self._sinks.append((sink, buffer))
-                self._of_appender[appender.name] = Layout(appender.pattern), buffer
+            if appender.name in used and (sink := open_sink(appender)) is not None:
+                self._outputs[appender.name] = sink, Layout(appender.pattern), []
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="log", daemon=True)
 
@@ -161,12 +141,19 @@ class Logs(logging.Handler):
         self._thread.start()
 
     def lines(self, name: str) -> Lines | None:
-        """Return what takes a logger's records at level INFO; None where nobody wants them."""
+        """Return what makes writers of a logger's records at level INFO; None: nobody wants them.
+
+        A writer hands over the values of one record. It is called for each request.
+        """
         if self._config.level(name) > logging.INFO:
             return None
-        source = self._source(name, logging.INFO, threading.current_thread().name)
+        put, source = self.put, self._source(name, logging.INFO, threading.current_thread().name)
         source.together_ms = TOGETHER_MS
-        return Lines(self, source) if source.is_wanted else None
+
+        def writer(form: Form) -> Callable[..., None]:
+            return lambda *values: put((time.time(), source, form, values))
+
+        return writer if source.is_wanted else None
 
     def put(self, item: Item) -> None:
         """Hand over a record."""
@@ -192,14 +179,10 @@ class Logs(logging.Handler):
             if len(self._sources) >= MOST_SOURCES:
                 self._sources.clear()
             shown = logging.getLevelName(level)
-            appenders = self._config.appenders_of(name, level)
+            names = (appender.name for appender in self._config.appenders_of(name, level))
             source = self._sources[key] = Source(
                 Said(TORCHSERVE_LEVELS.get(shown, shown), thread, name),
-                [
-                    self._of_appender[appender.name]
-                    for appender in appenders
-                    if appender.name in self._of_appender
-                ],
+                [self._outputs[each][1:] for each in names if each in self._outputs],
             )
         return source
 
@@ -234,7 +217,7 @@ class Logs(logging.Handler):
             dirty[source] = None
         for each in dirty:
             each.end(at)
-        for sink, buffer in self._sinks:
+        for sink, _, buffer in self._outputs.values():
             if buffer:
                 data = "".join(buffer).encode("utf-8", "replace")
                 buffer.clear()
@@ -251,7 +234,7 @@ class Logs(logging.Handler):
             self._signal.put(True)
             self._thread.join(CLOSE_TIMEOUT_S)
             if not self._thread.is_alive():
-                for sink, _ in self._sinks:
+                for sink, _, _ in self._outputs.values():
                     sink.close()
 
 
@@ -266,14 +249,6 @@ def _record_lines(second: int, record: logging.LogRecord) -> Sequence[str]:
     if record.exc_info:
         message += "\n" + _format_exception(record.exc_info)
     return message.split("\n") if record.name == MODEL_LOG else (message,)
-
-
-def _log(to: logging.Logger, level: int, text: str, thread: str) -> None:
-    """Log without looking for the calling line, which would take most of the time."""
-    if to.isEnabledFor(level):
-        record = to.makeRecord(to.name, level, "", 0, text, (), None)
-        record.threadName = thread
-        to.handle(record)
 
 
 class WorkerOutput:
@@ -296,12 +271,15 @@ class WorkerOutput:
         if not data or len(rest) > CHUNK_BYTES:  # its end, or a line without one
             lines, rest = self._unfinished + data, b""
         self._unfinished = rest
-        if lines:
-            self._log(lines.decode("utf-8", "replace"))
-
-    def _log(self, text: str) -> None:
+        if not lines:
+            return
+        text = lines.decode("utf-8", "replace")
         self.last_line = text.rstrip().rpartition("\n")[2]
-        _log(_model_log, self._level, text, self._thread)
+        if _model_log.isEnabledFor(self._level):
+            # To look for the calling line, as `log` does, would take most of the time.
+            record = _model_log.makeRecord(MODEL_LOG, self._level, "", 0, text, (), None)
+            record.threadName = self._thread
+            _model_log.handle(record)
 
 
 class WorkerPipes:

@@ -1,12 +1,11 @@
 """The management API in TorchServe's dialect: its routes, parameters, answers and texts."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from modelyard.archiver.manifest import RUNTIMES
 from modelyard.plugins.torchserve import NO_WORKFLOWS, openapi
 from modelyard.plugins.torchserve.dialect import (
     JSON,
@@ -20,42 +19,32 @@ from modelyard.plugins.torchserve.dialect import (
     status_answer,
 )
 from modelyard.plugins.torchserve.tokens import Tokens
+from modelyard.serve import errors
 from modelyard.serve.api.inference import pack_head
 from modelyard.serve.api.management import describe_settings, memory_bytes
 from modelyard.serve.api.routes import Routes
 from modelyard.serve.control.model_config import ModelConfig, Options
 from modelyard.serve.control.register import Lifecycle
-from modelyard.serve.control.registry import ModelVersion, Registry
+from modelyard.serve.control.registry import ModelVersion
 from modelyard.serve.dataplane import wire
 from modelyard.serve.dataplane.call import PREDICT, Call, Reply
 from modelyard.serve.dataplane.pool import ReplicaSlot
-from modelyard.serve.errors import (
-    BadRequest,
-    LoadFailed,
-    MethodNotAllowed,
-    NoSuchRoute,
-    Unavailable,
-    VersionNotFound,
-    http_status,
-)
 from modelyard.serve.front.begin import let_everybody
 from modelyard.serve.http.application import Answers
 from modelyard.serve.http.connection import Answer, RequestResponseCycle
 from modelyard.serve.observers import Observer
 
-if TYPE_CHECKING:
-    pass
-
 PAGE = 100
 MOST_WORKERS = 1024
-RUNTIMES = ("python", "python3", "LSP")
+OF_SEQUENCES = ("sequenceMaxIdleMSec", "sequenceTimeoutMSec", "maxNumSequence",
+                "maxSequenceJobQueueSize")  # fmt: skip
 NO_WORKER = (
     'Model "{}" has no worker to serve describe request. Please use scale workers API to add '
     "workers."
 )
 
 
-class TorchServeManagement:
+class TorchServeManagement(Dialect):
     """Routes for operators.
 
     Args:
@@ -66,100 +55,81 @@ class TorchServeManagement:
 
     def __init__(
         self,
-        registry: Registry,
         lifecycle: Lifecycle,
         observers: Sequence[Observer],
         tokens: Tokens | None,
         answers: Answers,
         has_model_api: bool,
     ) -> None:
-        self._registry = registry
-        self._lifecycle = lifecycle
+        self._lifecycle, self._registry = lifecycle, lifecycle.registry
         self._tokens = tokens
         self.has_model_api = has_model_api
         self.check = tokens.check("management", ["/token"]) if tokens else let_everybody
-        self._answers = answers
+        self._observers = observers
+        self._routes = Routes("", "", answers, *(each for one in observers for each in one.routers))
         document = openapi.server("models", "one_model", "management")
-        routes = Routes("", "", answers, *(each for one in observers for each in one.routers))
+        super().__init__(self.check, answers, document, observers=observers)
 
-        def owns(path: str) -> bool:
-            return is_management(path) or any(each.owns(path) for each in observers)
-
-        def more(cycle: RequestResponseCycle, id: str) -> bool:
-            """Answer a request for an observer's route."""
-            if not routes.has(cycle.path):
+    def owns(self, path: str) -> bool:
+        """Return whether a path is this API's, or an observer's."""
+        match segments(path):
+            case ["models", _, "invoke"]:
                 return False
-            if cycle.method not in ("GET", "HEAD") and not has_model_api:
-                raise MethodNotAllowed
-            routes(cycle, id)
-            return True
+            case ["models" | "workflows", *_] | ["token"]:
+                return True
+            case ["v1", "models", name]:
+                return ":" not in name or name.rpartition(":")[2] not in ("predict", "explain")
+        return any(each.owns(path) for each in self._observers)
 
-        self.dialect = Dialect(
-            self.check, answers, document, self._respond, owns, observers=observers, more=more
-        )
+    def answer_first(self, cycle: RequestResponseCycle, id: str) -> bool:
+        """Answer a request for an observer's route."""
+        if not self._routes.has(cycle.path):
+            return False
+        if cycle.method not in ("GET", "HEAD") and not self.has_model_api:
+            raise errors.MethodNotAllowed
+        self._routes(cycle, id)
+        return True
 
-    async def _respond(
+    async def respond(
         self, cycle: RequestResponseCycle, path: list[str], body: bytes, id: str
     ) -> Answer:
-        """Answer a request by path and method."""
-        method, query = cycle.method, parameters(cycle.query)
-        if method == "HEAD":
-            method = "GET"
-        match path:
-            case ["models"]:
-                if method == "GET":
-                    return self.list_models(query)
-                if method == "POST" and self.has_model_api:
-                    return await self.register(_body_or_query(cycle, body, query))
-            case ["models", name]:
-                return await self._one(cycle, method, name, None, query, id)
-            case ["models", name, version]:
-                return await self._one(cycle, method, name, version, query, id)
-            case ["models", name, version, "set-default"]:
-                if method == "PUT":
-                    return self.set_default(name, version)
-            case ["v1", "models", name]:
-                if method == "GET":
-                    model = self._registry.get(name)
-                    return json_answer({"name": model.name, "ready": bool(model.pool.slots)})
-            case ["token"] if self._tokens is not None:
+        """Answer a request by method and path."""
+        query = parameters(cycle.query)
+        version = path[2] if len(path) > 2 else None
+        match "GET" if cycle.method == "HEAD" else cycle.method, path:
+            case "GET", ["models"]:
+                return self.list_models(query)
+            case "POST", ["models"] if self.has_model_api:
+                return await self.register(_body_or_query(cycle, body, query))
+            case "GET", ["models", name] | ["models", name, _]:
+                if boolean(query, "customized", False) and version != "all":
+                    return await self.describe_customized(name, version, pack_head(cycle, ""))
+                return self.describe(name, version)
+            case "PUT", ["models", name] | ["models", name, _]:
+                return await self.scale(name, version or query.get("model_version"), query)
+            case "DELETE", ["models", name] | ["models", name, _] if self.has_model_api:
+                return await self.unregister(name, version)
+            case "OPTIONS", ["models", name] | ["models", name, _]:
+                return json_answer(openapi.model_management(self._registry.get(name, version).name))
+            case "PUT", ["models", name, named, "set-default"]:
+                return self.set_default(name, named)
+            case "GET", ["v1", "models", name]:
+                model = self._registry.get(name)
+                return json_answer({"name": model.name, "ready": bool(model.pool.slots)})
+            case _, ["token"] if self._tokens is not None:
                 self._tokens.replace(query.get("type", ""), cycle.headers)
                 return 200, list(JSON), b"\n"
-            case ["workflows"]:
-                if method == "GET":
-                    return json_answer({"workflows": []})
-                if method == "POST":
-                    raise BadRequest(NO_WORKFLOWS)
-            case ["workflows", name]:
+            case "GET", ["workflows"]:
+                return json_answer({"workflows": []})
+            case "POST", ["workflows"]:
+                raise errors.BadRequest(NO_WORKFLOWS)
+            case _, ["workflows", name]:
                 return error_answer(404, "WorkflowNotFoundException", f"Workflow not found: {name}")
-            case _:
-                raise NoSuchRoute
-        raise MethodNotAllowed
-
-    async def _one(
-        self,
-        cycle: RequestResponseCycle,
-        method: str,
-        name: str,
-        version: str | None,
-        query: Mapping[str, str],
-        id: str,
-    ) -> Answer:
-        """Answer a request for a model or one of its versions."""
-        if method == "GET":
-            if boolean(query, "customized", False) and version != "all":
-                return await self.describe_customized(name, version, pack_head(cycle, ""))
-            return self.describe(name, version)
-        if method == "PUT":
-            return await self.scale(name, version or query.get("model_version"), query)
-        if method == "DELETE" and self.has_model_api:
-            return await self.unregister(name, version)
-        if method == "OPTIONS":
-            return json_answer(openapi.model_management(self._get(name, version).name))
-        raise MethodNotAllowed
-
-    def _get(self, name: str, version: str | None) -> ModelVersion:
-        return self._registry.get(name, version)
+            case _, ["models"] | ["models", _] | ["models", _, _] | ["models", _, _, "set-default"]:
+                raise errors.MethodNotAllowed
+            case _, ["v1", "models", _] | ["workflows"]:
+                raise errors.MethodNotAllowed
+        raise errors.NoSuchRoute
 
     def list_models(self, query: Mapping[str, Any]) -> Answer:
         """Answer with a page of the models' names and locations."""
@@ -177,9 +147,9 @@ class TorchServeManagement:
     async def register(self, values: Mapping[str, Any]) -> Answer:
         """Register a model version as the parameters say."""
         if (url := values.get("url")) is None:
-            raise BadRequest("Parameter url is required.")
+            raise errors.BadRequest("Parameter url is required.")
         if boolean(values, "s3_sse_kms", False):
-            raise BadRequest("s3_sse_kms: signed requests to S3 are not supported")
+            raise errors.BadRequest("s3_sse_kms: signed requests to S3 are not supported")
         workers = integer(values, "initial_workers", -1)
         is_synchronous = boolean(values, "synchronous", True)
         try:
@@ -190,7 +160,7 @@ class TorchServeManagement:
                 _options(values),
                 synchronous=is_synchronous,
             )
-        except LoadFailed as error:
+        except errors.LoadFailed as error:
             name, version = error.model or ("", "")
             return _failed_to_start(error, name, version)
         count = model.pool.least
@@ -204,7 +174,7 @@ class TorchServeManagement:
 
     async def unregister(self, name: str, version: str | None) -> Answer:
         """Remove a model version."""
-        await self._lifecycle.unregister(self._get(name, version))
+        await self._lifecycle.unregister(self._registry.get(name, version))
         return status_answer(f'Model "{name}" unregistered')
 
     async def scale(self, name: str, version: str | None, query: Mapping[str, Any]) -> Answer:
@@ -212,13 +182,13 @@ class TorchServeManagement:
         least = integer(query, "min_worker", 1)
         most = integer(query, "max_worker", least)
         if most < least:
-            raise BadRequest("max_worker cannot be less than min_worker.")
+            raise errors.BadRequest("max_worker cannot be less than min_worker.")
         _limited("min_worker", least)
-        model = self._get(name, version)
+        model = self._registry.get(name, version)
         is_synchronous = boolean(query, "synchronous", False)
         try:
             await self._lifecycle.scale(model, least, most, is_synchronous)
-        except LoadFailed as error:
+        except errors.LoadFailed as error:
             return _failed_to_start(error, name, version or "null")
         if not is_synchronous:
             return status_answer("Processing worker updates...", 202)
@@ -229,8 +199,8 @@ class TorchServeManagement:
         """Have a version answer where clients name none."""
         try:
             self._lifecycle.set_default(name, version)
-        except VersionNotFound as error:
-            status, kind = http_status(error)
+        except errors.VersionNotFound as error:
+            status, kind = errors.http_status(error)
             text = f"Model version {version} does not exist for model {name}"
             return error_answer(status, kind, text)
         return status_answer(
@@ -241,7 +211,7 @@ class TorchServeManagement:
         """Answer with what a version, or `all`, is run with."""
         if version == "all":
             return json_answer([describe(model) for model in self._registry.versions(name)])
-        return json_answer([describe(self._get(name, version))])
+        return json_answer([describe(self._registry.get(name, version))])
 
     async def describe_customized(self, name: str, version: str | None, head: bytes) -> Answer:
         """Ask the handler too; an answer that is not an object counts as none.
@@ -249,13 +219,13 @@ class TorchServeManagement:
         Args:
             head: head of the request, as `pack_head` makes it.
         """
-        model = self._get(name, version)
+        model = self._registry.get(name, version)
         future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         Call(model, PREDICT, head, future, flags=wire.DESCRIBE, must_fit=False).submit([b""])
         try:
             reply = await future
-        except Unavailable as error:
-            raise Unavailable(NO_WORKER.format(model.name), error.retry_after_s) from error
+        except errors.Unavailable as error:
+            raise errors.Unavailable(NO_WORKER.format(model.name), error.retry_after_s) from error
         body = bytes(reply.body) if isinstance(reply.body, bytes | bytearray) else b""
         if reply.status != 200:
             fields = wire.unpack_meta(reply.headers)
@@ -279,18 +249,18 @@ def _body_or_query(
     try:
         values = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise BadRequest(f"the body is not valid JSON: {error}") from error
+        raise errors.BadRequest(f"the body is not valid JSON: {error}") from error
     if not isinstance(values, dict):
-        raise BadRequest(f"the body is not a JSON object but {type(values).__name__}")
+        raise errors.BadRequest(f"the body is not a JSON object but {type(values).__name__}")
     return values
 
 
 def _options(values: Mapping[str, Any]) -> Options:
     runtime = _text(values, "runtime")
     if runtime is not None and runtime not in RUNTIMES:
-        raise BadRequest(f"Invalid RuntimeType value: {runtime}")
+        raise errors.BadRequest(f"Invalid RuntimeType value: {runtime}")
     if runtime == "LSP":
-        raise BadRequest("runtime LSP: there is no C++ backend; expected python or python3")
+        raise errors.BadRequest("runtime LSP: there is no C++ backend; expected python or python3")
     delay = integer(values, "max_batch_delay", -1)
     return Options(
         batch_size=_positive(values, "batch_size"),
@@ -305,7 +275,7 @@ def _options(values: Mapping[str, Any]) -> Options:
 def _text(values: Mapping[str, Any], name: str) -> str | None:
     value = values.get(name)
     if value is not None and not isinstance(value, str):
-        raise BadRequest(f"{name}: expected text, got {value!r}")
+        raise errors.BadRequest(f"{name}: expected text, got {value!r}")
     return value or None
 
 
@@ -316,12 +286,12 @@ def _positive(values: Mapping[str, Any], name: str) -> int | None:
 
 def _limited(name: str, workers: int) -> int:
     if not 0 <= workers <= MOST_WORKERS:
-        raise BadRequest(f"{name}: expected 0 to {MOST_WORKERS}, got {workers}")
+        raise errors.BadRequest(f"{name}: expected 0 to {MOST_WORKERS}, got {workers}")
     return workers
 
 
-def _failed_to_start(error: LoadFailed, name: str, version: str) -> Answer:
-    status, kind = http_status(error)
+def _failed_to_start(error: errors.LoadFailed, name: str, version: str) -> Answer:
+    status, kind = errors.http_status(error)
     text = f"Failed to start workers for model {name} version: {version}"
     return error_answer(status, kind, text, str(error))
 
@@ -342,10 +312,7 @@ def describe(model: ModelVersion) -> dict[str, Any]:
         "useJobTicket": config.needs_ticket,
         "useVenv": config.has_venv,
         "stateful": False,
-        "sequenceMaxIdleMSec": 0,
-        "sequenceTimeoutMSec": 0,
-        "maxNumSequence": 0,
-        "maxSequenceJobQueueSize": 0,
+        **dict.fromkeys(OF_SEQUENCES, 0),
         "loadedAtStartup": model.at_start,
         "workers": [_describe_worker(slot, config) for slot in model.pool.slots],
         "jobQueueStatus": {
@@ -368,15 +335,3 @@ def _describe_worker(slot: ReplicaSlot, config: ModelConfig) -> dict[str, Any]:
         "gpu": config.uses_gpu,
         "gpuUsage": "N/A",
     }
-
-
-def is_management(path: str) -> bool:
-    """Return whether a path is this API's, where one port carries several."""
-    match segments(path):
-        case ["models", _, "invoke"]:
-            return False
-        case ["models" | "workflows", *_] | ["token"]:
-            return True
-        case ["v1", "models", name]:
-            return name.rpartition(":")[2] not in ("predict", "explain") or ":" not in name
-    return False

@@ -4,18 +4,16 @@ A metric that the configuration does not declare is not kept. In `log` mode each
 a log instead, which is made of the value by the thread that writes it.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import shutil
 import socket
 import subprocess
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 
@@ -45,18 +43,9 @@ ANSWERS = (
 """What an answer is measured by, and how much of a value is written."""
 
 
-Add = Callable[[float], None]
-
-
-class Inferences(NamedTuple):
-    """The metrics of one model and the version that its clients ask for."""
-
-    requested: Callable[[], None] | None
-    """Counts a request."""
-    exposed: Sequence[tuple[int, Add]]
-    """Place in `ANSWERS` and what takes the value."""
-    logged: Callable[[float, float, float], None] | None
-    """Takes all three values of an answer, for those that are lines."""
+Inferences = tuple[Callable[[float], None], Sequence[Callable[..., None]]]
+"""What counts requests of one model and the version that its clients ask for, and what takes all
+three values of an answer."""
 
 
 class TorchServeMetrics(HandlerMetrics):
@@ -74,22 +63,21 @@ class TorchServeMetrics(HandlerMetrics):
         config = read_config(settings.metrics_config or DEFAULT_CONFIG)
         self.model_metrics: dict[str, Any] = config.get("model_metrics") or {}
         """Metrics as the configuration declares them, for the workers."""
-        self.auto_detect = settings.model_metrics_auto_detect
         self.mode = settings.metrics_mode
         self._own_lines = logs.lines(TS_METRICS) if logs else None
         model_lines = logs.lines(MODEL_METRICS) if logs else None
-        self._log_record = model_lines.writer(self._record_line) if model_lines else None
+        self._log_record = model_lines(self._record_line) if model_lines else None
         hostname = socket.gethostname()
         self._families = {f.name: f for f in _families(config.get("ts_metrics") or {})}
         self._host = {"Level": "Host", "Hostname": hostname, "hostname": hostname}
         declared = list(_families(self.model_metrics, ("Hostname",)))
-        super().__init__(hostname, declared, self.auto_detect, frozenset(self._families))
+        auto_detect, families = settings.model_metrics_auto_detect, frozenset(self._families)
+        super().__init__(hostname, declared, auto_detect, families)
         self.is_alone = self.mode == "log"
-        self._statuses = {each: self._counter(f"Requests{each}XX", {}) for each in (2, 4, 5)}
+        self._statuses = {each: self._adder(f"Requests{each}XX", {}) for each in (2, 4, 5)}
         self._thread_time = self._adder("WorkerThreadTime", {})
         self._inferences: dict[tuple[str, str | None], Inferences] = {}
-        self._interval_s = settings.metric_time_interval
-        self._collects = not settings.disable_system_metrics
+        self._settings = settings
         self._is_stopping = threading.Event()
 
     @property
@@ -101,39 +89,35 @@ class TorchServeMetrics(HandlerMetrics):
 
     def add(self, name: str, value: float, **labels: str) -> None:
         """Count, set or observe a metric of the server's own."""
-        if (add := self._adder(name, labels)) is not None:
-            add(float(value))
+        self._adder(name, labels)(float(value))
 
-    def _adder(self, name: str, labels: Mapping[str, str]) -> Add | None:
-        """Return what takes a metric's values; None where nobody sees them."""
-        if (family := self._families.get(name)) is None:
-            return None
-        if self._is_exposed(name):
+    def _adder(self, name: str, labels: Mapping[str, str]) -> Callable[[float], None]:
+        """Return what takes a metric's values; they go nowhere if nobody sees them."""
+        family = self._families.get(name)
+        if family is not None and self._is_exposed(name):
             return partial(family.add, self._values(family, labels))
-        if self._own_lines is None:
-            return None
+        if family is None or self._own_lines is None:
+            return lambda value: None
         line = self._line(family, labels, "%s")
-        return self._own_lines.writer(lambda second, value: (line % (value, second),))
+        return self._own_lines(lambda second, value: (line % (value, second),))
 
-    def _counter(self, name: str, labels: Mapping[str, str]) -> Callable[[], None] | None:
-        """Return what counts one more."""
-        add = self._adder(name, labels)
-        return None if add is None else partial(add, 1.0)
-
-    def _answer(self, labels: Mapping[str, str]) -> Callable[[float, float, float], None] | None:
-        """Return what makes lines of the values of an answer; None where nobody sees them."""
-        lines = [
-            (at, self._line(self._families[name], labels, digits))
-            for at, (name, digits) in enumerate(ANSWERS)
-            if name in self._families and not self._is_exposed(name)
-        ]
-        if not lines or self._own_lines is None:
-            return None
+    def _answer(self, labels: Mapping[str, str]) -> Iterator[Callable[..., None]]:
+        """Yield what takes the values of an answer: one for each that is exposed, for lines one."""
+        lines: list[tuple[int, str]] = []
+        for at, (name, digits) in enumerate(ANSWERS):
+            if (family := self._families.get(name)) is None:
+                continue
+            if self._is_exposed(name):
+                add = partial(family.add, self._values(family, labels))
+                yield lambda *values, at=at, add=add: add(values[at])
+            else:
+                lines.append((at, self._line(family, labels, digits)))
 
         def form(second: int, *values: float) -> Sequence[str]:
             return [line % (values[at], second) for at, line in lines]
 
-        return self._own_lines.writer(form)
+        if lines and self._own_lines is not None:
+            yield self._own_lines(form)
 
     def _is_exposed(self, name: str) -> bool:
         return self.mode == "prometheus" or (self.mode == "legacy" and name in LEGACY)
@@ -150,37 +134,25 @@ class TorchServeMetrics(HandlerMetrics):
 
     def answered(self, status: int) -> None:
         """Count an answer of the inference or the management API."""
-        count = self._statuses.get(status // 100)
-        if count is not None:
-            count()
+        if (count := self._statuses.get(status // 100)) is not None:
+            count(1.0)
 
     def _of(self, model: str, version: str | None) -> Inferences:
         labels = {"model_name": model, "model_version": version or "default"}
-        exposed = [
-            (at, add)
-            for at, (name, _) in enumerate(ANSWERS)
-            if self._is_exposed(name) and (add := self._adder(name, labels)) is not None
-        ]
-        found = Inferences(
-            self._counter("ts_inference_requests_total", labels), exposed, self._answer(labels)
-        )
-        self._inferences[model, version] = found
+        counter = self._adder("ts_inference_requests_total", labels)
+        found = self._inferences[model, version] = counter, [*self._answer(labels)]
         return found
 
     def accepted(self, model: str, version: str | None) -> None:
         """Count a request for a prediction or an explanation."""
-        of = self._inferences.get((model, version)) or self._of(model, version)
-        if of.requested is not None:
-            of.requested()
+        count, _ = self._inferences.get((model, version)) or self._of(model, version)
+        count(1.0)
 
     def inferred(self, model: str, version: str | None, queued_s: float, total_s: float) -> None:
         """Take note of one answer: how long it waited, and how long it took altogether."""
-        of = self._inferences.get((model, version)) or self._of(model, version)
-        values = total_s * 1e6, queued_s * 1e6, queued_s * 1e3
-        if of.logged is not None:
-            of.logged(*values)
-        for at, add in of.exposed:
-            add(values[at])
+        _, answered = self._inferences.get((model, version)) or self._of(model, version)
+        for take in answered:
+            take(total_s * 1e6, queued_s * 1e6, queued_s * 1e3)
 
     def worker_loaded(self, worker: str, seconds: float) -> None:
         """Take note of how long a worker took to load."""
@@ -195,7 +167,7 @@ class TorchServeMetrics(HandlerMetrics):
                 self.record(record)
             elif self._log_record is not None:
                 self._log_record(record)
-            if record.name == "PredictionTime" and self._thread_time is not None:
+            if record.name == "PredictionTime":
                 self._thread_time(max(0.0, seconds * 1e3 - record.value))
 
     def _record_line(self, second: int, record: Record) -> Sequence[str]:
@@ -215,8 +187,7 @@ class TorchServeMetrics(HandlerMetrics):
     def forget(self, model: str) -> None:
         """Drop the series of a model that is removed."""
         super().forget(model)
-        for key in [key for key in self._inferences if key[0] == model]:
-            del self._inferences[key]
+        self._inferences = {key: of for key, of in self._inferences.items() if key[0] != model}
         for family in self._families.values():
             family.forget("model_name", model)
 
@@ -226,15 +197,15 @@ class TorchServeMetrics(HandlerMetrics):
         """Return what is exposed: nothing in log mode, all families of these names otherwise."""
         if self.mode == "log":
             return ""
-        if self.mode == "legacy":
-            return text((f for f in self._families.values() if f.name in LEGACY), names, is_open)
-        return text((*self._families.values(), *self.families.values()), names, is_open)
+        exposed = [family for name, family in self._families.items() if self._is_exposed(name)]
+        handlers = self.families.values() if self.mode == "prometheus" else ()
+        return text((*exposed, *handlers), names, is_open)
 
     # -- the machine ---------------------------------------------------------------------------
 
     def start(self) -> None:
         """Measure the machine now and then, in a thread that ends with the process or `stop`."""
-        if self._collects:
+        if not self._settings.disable_system_metrics:
             threading.Thread(target=self._collect, name="system-metrics", daemon=True).start()
 
     def stop(self) -> None:
@@ -243,13 +214,13 @@ class TorchServeMetrics(HandlerMetrics):
 
     def _collect(self) -> None:
         psutil.cpu_percent()  # the next one is since then
-        wait_s = CPU_SAMPLE_S
+        wait_s: float = CPU_SAMPLE_S
         while not self._is_stopping.wait(wait_s):
             try:
                 self._measure_machine()
             except (OSError, ValueError, subprocess.SubprocessError) as error:
                 logger.warning("the system metrics cannot be read: %s", error)
-            wait_s = self._interval_s
+            wait_s = self._settings.metric_time_interval
 
     def _measure_machine(self) -> None:
         memory = psutil.virtual_memory()

@@ -1,7 +1,5 @@
 """How a model version is run in TorchServe's dialect: its defaults, and whose word counts there."""
 
-from __future__ import annotations
-
 import logging
 import math
 

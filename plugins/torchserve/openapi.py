@@ -1,7 +1,5 @@
 """The OpenAPI documents that TorchServe answers to OPTIONS: of a port, of a model."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -65,22 +63,12 @@ def _operation(path: str, method: str, said: Any) -> Document:
     answer = _read()["answers"].get(said.get("answer"), {})
     query = _read()["queries"].get(said.get("query"), {})
     parameters: list[Document] = [
-        {
-            "in": "path",
-            "name": part.partition("}")[0],
-            "required": True,
-            "schema": {"type": "string"},
-        }
-        for part in path.split("{")[1:]
+        {"in": "path", "name": name, "required": True, "schema": {"type": "string"}}
+        for name in (part.partition("}")[0] for part in path.split("{")[1:])
     ]
+    of_query = {"in": "query", "required": False}
     parameters += [
-        {
-            "in": "query",
-            "name": key,
-            "required": False,
-            "schema": {"type": kind},
-            "description": text,
-        }
+        {**of_query, "name": key, "schema": {"type": kind}, "description": text}
         for key, (kind, text) in query.items()
     ]
     operation: Document = {

@@ -1,7 +1,5 @@
 """What TorchServe decides otherwise than we do."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os
@@ -56,8 +54,7 @@ class TorchServePolicy(Policy):
         self.hidden_variables = dialect.blacklist_env_vars
         self.worker_variables = {
             "TS_DECODE_INPUT_REQUEST": str(dialect.decode_input_request).lower(),
-            "TS_IPEX_ENABLE": "false",
-            "TS_IPEX_GPU_ENABLE": "false",
+            **dict.fromkeys(("TS_IPEX_ENABLE", "TS_IPEX_GPU_ENABLE"), "false"),
             "TS_REQUEST_SEQUENCE_ID": dialect.ts_header_key_sequence_id,
             "TS_REQUEST_SEQUENCE_START": dialect.ts_header_key_sequence_start,
             "TS_REQUEST_SEQUENCE_END": dialect.ts_header_key_sequence_end,

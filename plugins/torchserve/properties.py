@@ -4,8 +4,6 @@ Source: the description of `java.util.Properties.load` and `.store`,
 https://docs.oracle.com/en/java/javase/17/docs/api/java.base/java/util/Properties.html
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 

@@ -1,7 +1,5 @@
 """What core's workers find of this plug-in: their `Dialect`. Importing it loads nothing."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Mapping
@@ -45,19 +43,19 @@ class TorchServeDialect:
 
         begin_log()
 
-    def choose_rules(self, message: Mapping[str, Any]) -> Rules:
+    def choose_rules(self, message: Mapping[str, Any]) -> "Rules":
         """Return what a LOAD message asks for."""
         from modelyard.plugins.torchserve.worker import choose_rules
 
         return choose_rules(message)
 
-    def metrics(self, context: Context, message: Mapping[str, Any]) -> Reporter:
+    def metrics(self, context: "Context", message: Mapping[str, Any]) -> "Reporter":
         """Return TorchServe's cache of metrics, with those that the server declares."""
         declared = (message.get("metrics") or {}).get("declared")
         metrics: Reporter = self._shim.WorkerMetrics(context, declared)
         return metrics
 
-    def envelope(self, name: str) -> type[Envelope]:
+    def envelope(self, name: str) -> "type[Envelope]":
         """Return what `service_envelope` names."""
         envelope: type[Envelope] = self._shim.find_envelope(name)
         return envelope

@@ -3,8 +3,6 @@
 Started as `python -P -m modelyard.plugins.torchserve.server`.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import os

@@ -1,7 +1,5 @@
 """Settings of TorchServe's dialect alone. Names are those of its config.properties."""
 
-from __future__ import annotations
-
 from math import inf
 from pathlib import Path
 from typing import Any, Literal
@@ -94,6 +92,16 @@ class TorchServeSettings(BaseModel):
     metrics_dir: Path = Path("logs")
 
     @property
+    def has_oip(self) -> bool:
+        """Whether the Open Inference Protocol is on: `oip` by environment, `true` by file."""
+        return (self.ts_open_inference_protocol or "").lower() in ("oip", "true")
+
+    @property
+    def has_tensors(self) -> bool:
+        """Whether its requests are read as tensors: other envelopes read bodies themselves."""
+        return self.has_oip and self.service_envelope in (None, "kserve")
+
+    @property
     def grpc_addresses(self) -> tuple[Address, Address]:
         """Where the inference and the management API listen for gRPC alone."""
         named = (
@@ -108,18 +116,15 @@ class TorchServeSettings(BaseModel):
     @property
     def grpc_ages(self) -> tuple[tuple[float, float], tuple[float, float]]:
         """How long a connection to each of them may last, and its grace, in seconds."""
-        return (
-            (_seconds(self.grpc_inference_max_connection_age_ms),
-             _seconds(self.grpc_inference_max_connection_age_grace_ms)),
-            (_seconds(self.grpc_management_max_connection_age_ms),
-             _seconds(self.grpc_management_max_connection_age_grace_ms)),
-        )  # fmt: skip
+        ages: list[int | None] = [
+            getattr(self, f"grpc_{api}_max_connection_age{of}_ms")
+            for api in ("inference", "management")
+            for of in ("", "_grace")
+        ]
+        first, its_grace, second, grace = (inf if age is None else age / 1000 for age in ages)
+        return (first, its_grace), (second, grace)
 
     @property
     def addresses(self) -> tuple[Address, Address, Address]:
         """Where the inference, the management and the metrics API listen."""
         return self.inference_address, self.management_address, self.metrics_address
-
-
-def _seconds(milliseconds: int | None) -> float:
-    return inf if milliseconds is None else milliseconds / 1000

@@ -1,7 +1,5 @@
 """Snapshots: configuration files that the server writes itself after each change."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re
@@ -41,7 +39,7 @@ class Snapshots:
         self._settings = settings
         self._has_started = False
 
-    def write(self, kind: str, registry: Registry) -> None:
+    def write(self, kind: str, registry: "Registry") -> None:
         """Write what is registered, as the newest snapshot.
 
         A file that cannot be written is logged and no more: the change itself was made.
@@ -62,7 +60,7 @@ class Snapshots:
         except OSError as error:
             logger.error("Error while saving snapshot to file %s: %s", error.filename, error)
 
-    def _format(self, name: str, registry: Registry) -> str:
+    def _format(self, name: str, registry: "Registry") -> str:
         models: dict[str, dict[str, Any]] = {}
         for model in registry:
             if not model.is_saved:
@@ -96,7 +94,7 @@ def _next_file(folder: Path, kind: str) -> Path:
     return folder / f"{stamp}-{kind}.cfg"
 
 
-def _describe(model: ModelVersion, is_default: bool) -> dict[str, Any]:
+def _describe(model: "ModelVersion", is_default: bool) -> dict[str, Any]:
     config = model.config
     return {
         "defaultVersion": is_default,

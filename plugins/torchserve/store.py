@@ -1,7 +1,5 @@
 """What locations and names mean in TorchServe's dialect."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

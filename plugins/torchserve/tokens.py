@@ -1,13 +1,11 @@
 """TorchServe's tokens: three keys in a file, two of which expire and can be replaced."""
 
-from __future__ import annotations
-
 import re
 import secrets
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from datetime import UTC, datetime
+from math import inf
 from pathlib import Path
 
 from modelyard.serve.control.state import write_json
@@ -21,17 +19,8 @@ EXPIRING = ("management", "inference")
 BEARER = re.compile(rb"Bearer\s+(\S+)")
 
 
-@dataclass(frozen=True)
-class Token:
-    """A key and the time of its end, in seconds since 1970 by the wall clock; None: never."""
-
-    key: str
-    expires_at: float | None
-
-    @property
-    def is_over(self) -> bool:
-        """Whether its time has come."""
-        return self.expires_at is not None and time.time() >= self.expires_at
+Token = tuple[str, float]
+"""A key and the time of its end, in seconds since 1970 by the wall clock; inf: never."""
 
 
 class Tokens:
@@ -48,8 +37,8 @@ class Tokens:
     def __init__(self, folder: Path, minutes: float) -> None:
         self._file = folder / KEY_FILE
         self._life_s = minutes * 60
-        self._tokens = {name: self._new() for name in EXPIRING}
-        self._tokens["API"] = Token(secrets.token_urlsafe(32), None)
+        self._tokens: dict[str, Token] = {name: self._new() for name in EXPIRING}
+        self._tokens["API"] = secrets.token_urlsafe(32), inf
         try:
             self._write()
         except OSError as error:
@@ -78,8 +67,8 @@ class Tokens:
 
     def grants(self) -> list[Grant]:
         """Return what the management key may do while it lasts, for the console."""
-        token = self._tokens["management"]
-        return [] if token.is_over else [make_grant("management", "manage", token.key)]
+        key, end = self._tokens["management"]
+        return [] if time.time() >= end else [make_grant("management", "manage", key)]
 
     def replace(self, kind: str, headers: Headers) -> None:
         """Make a new key of a kind, which ends the old one; for who has the `API` key.
@@ -99,25 +88,23 @@ class Tokens:
             raise
 
     def _require(self, name: str, headers: Headers, purpose: str) -> None:
-        token = self._tokens[name]
+        key, end = self._tokens[name]
         authorization = next(
             (value for header, value in headers if header == b"authorization"), b""
         )
         match = BEARER.fullmatch(authorization)
-        if match is None or not secrets.compare_digest(match[1], token.key.encode()):
-            raise _refusal(purpose)
-        if token.expires_at is not None and time.time() >= token.expires_at:
+        is_right = match is not None and secrets.compare_digest(match[1], key.encode())
+        if not (is_right and time.time() < end):
             raise _refusal(purpose)
 
     def _new(self) -> Token:
-        return Token(secrets.token_urlsafe(32), time.time() + self._life_s)
+        return secrets.token_urlsafe(32), time.time() + self._life_s
 
     def _write(self) -> None:
-        content = {name: {"key": token.key} for name, token in self._tokens.items()}
-        for name, token in self._tokens.items():
-            if token.expires_at is not None:
-                end = datetime.fromtimestamp(token.expires_at, UTC)
-                content[name]["expiration time"] = end.strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        content = {name: {"key": key} for name, (key, _) in self._tokens.items()}
+        for name in EXPIRING:
+            end = datetime.fromtimestamp(self._tokens[name][1], UTC)
+            content[name]["expiration time"] = end.strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         write_json(self._file, content)
 
 

@@ -1,7 +1,5 @@
 """What TorchServe's dialect, and archives made for TorchServe, do otherwise in a worker."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging
@@ -10,6 +8,7 @@ import platform
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from modelyard.handlers.errors import BadInput, NoGradients, PredictionException
@@ -56,9 +55,8 @@ def encode(output: object, allow_nan: bool = True) -> tuple[bytes, str | None]:
     return json.dumps(output, indent=2, allow_nan=allow_nan).encode(), codec.JSON
 
 
-def encode_strictly(output: object) -> tuple[bytes, str | None]:
-    """Encode a value as TorchServe does, but for numbers that JSON does not have."""
-    return encode(output, allow_nan=False)
+encode_strictly = partial(encode, allow_nan=False)
+"""Encodes a value as TorchServe does, but for numbers that JSON does not have."""
 
 
 def explain_in_dialect(error: BaseException) -> codec.Refusal:

@@ -70,7 +70,7 @@ def management_routes(registry: Registry, lifecycle: Lifecycle) -> APIRouter:
 
     @of_model(
         router, "PUT", ("scale", one, "Scale"), ("scale_one", version_of_it, "Scale a version"),
-        responses=error_responses(500, 507),
+        responses=error_responses(409, 500, 507),
     )  # fmt: skip
     async def scale(
         model: ModelName,

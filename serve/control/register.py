@@ -254,9 +254,12 @@ class Lifecycle:
 
         Raises:
             LoadFailed: a new worker could not load; nothing was changed.
+            Conflict: none are to answer, and the version is held.
         """
         async with self._locks[model.name]:
             self.registry.refuse_gone(model)
+            if least == 0:
+                self.registry.refuse_held(model)
             pool = model.pool
             before = pool.least, pool.most
             drain_s = self._settings.drain_timeout_s

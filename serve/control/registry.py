@@ -62,8 +62,8 @@ class ModelVersion:
     is_downloaded: bool = False
     """Whether its file was fetched, and goes when it is unregistered."""
     held: str = ""
-    """Why nobody may remove it or make another one the default, as a sentence; empty where anybody
-    may."""
+    """Why nobody may remove it, end its workers or make another one the default, as a sentence;
+    empty where anybody may."""
     is_saved: bool = True
     """Whether the next start serves it; else it is up to whoever has registered it."""
     unproven: Unproven | None = None

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from modelyard.archiver import ArchiveError
-from modelyard.archiver.overlay import overlay, own_files
+from modelyard.archiver.write import overlay, own_files
 from modelyard.serve.control.register import Lifecycle
 from modelyard.serve.control.registry import ModelVersion
 from modelyard.serve.errors import ServeError

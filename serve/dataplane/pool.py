@@ -87,8 +87,9 @@ class Pool:
         self._sweeper: asyncio.TimerHandle | None = None
         self.clock = Clock()
         """What workers are judged by."""
-        self.on_answer: tuple[Callable[[Call, Reply], None], ...] = ()
-        """Called with each job that a worker answered, when its answer has been given out."""
+        self.on_answer: tuple[Callable[[Sequence[tuple[Call, Reply]]], None], ...] = ()
+        """Called with the jobs of each batch that a worker answered, and their replies, in order,
+        when these have been given out."""
         self.heir: Callable[[Call], bool] | None = None
         """Called with a job whose worker has died, in place of trying it once more; returns whether
         somebody else answers it."""

@@ -52,6 +52,8 @@ AHEAD_S = 0.004
 """Work that a worker holds, so that it never waits for the server: several of its turns."""
 MOST_AHEAD = 256
 """Jobs that it may hold for that."""
+Aside = tuple[bytes, Sequence[Buffer], int, ReplySink, int]
+"""A job that nobody waits for: head, parts, flags, sink and rows (0 for one)."""
 
 
 class Output(Protocol):
@@ -228,9 +230,9 @@ class Worker(asyncio.BufferedProtocol):
         """Time of the pool's clock when its current batch began."""
         self.answered = 0
         self._replied_at = 0.0
-        self._aside: tuple[int, ReplySink] | None = None
+        self._aside: dict[int, ReplySink] = {}
         self._aside_since = 0.0
-        self._streams_aside = False
+        self._streams_aside: set[int] = set()
 
     # -- life ----------------------------------------------------------------------------------
 
@@ -320,8 +322,8 @@ class Worker(asyncio.BufferedProtocol):
     def _finish(self) -> None:
         """Give back what it held, once both process and connection have ended."""
         self._pool.lost(self)
-        if self._aside is not None:
-            (_, sink), self._aside = self._aside, None
+        while self._aside:
+            _, sink = self._aside.popitem()
             if not sink.done():
                 sink.set_exception(self.death)
         if not self.loaded.done():
@@ -422,7 +424,8 @@ class Worker(asyncio.BufferedProtocol):
             self.loaded.set_result(message)
         elif item.code == wire.FAILED:
             text = f"{self._plan.label}: {message.get('message', 'no reason given')}"
-            failed = errors.OutOfMemory if message.get("out_of_memory") else errors.HandlerFailed
+            kinds = {"out_of_memory": errors.OutOfMemory, "golden": errors.GoldenFailed}
+            failed = next((kinds[key] for key in kinds if message.get(key)), errors.HandlerFailed)
             self.loaded.set_exception(failed(text))
         else:
             raise wire.WireError(f"control message {item.code} that nobody expects")
@@ -432,6 +435,7 @@ class Worker(asyncio.BufferedProtocol):
         read_at = self._pool.clock.read(now)
         kind = count = 0
         batch: Batch | None = None
+        answered: list[tuple[Call, Reply]] = []
         before = len(self.flight)
         for item in frame:
             id, status, flags, headers, body, queue_us, handler_us, _ = item
@@ -464,12 +468,15 @@ class Worker(asyncio.BufferedProtocol):
                     job.fail(errors.StreamBroken(body.decode("utf-8", "replace")))
                 else:
                     job.stream.put(body, is_last=True)
-                    self._tell(job, Reply(status, headers, job.stream))
+                    answered.append((job, Reply(status, headers, job.stream)))
             elif not job.sink.done():
                 reply = Reply(status, headers, body, queue_us, handler_us)
                 job.sink.set_result(reply)
                 if self._pool.on_answer:
-                    self._tell(job, reply)
+                    answered.append((job, reply))
+        if answered:
+            for tell in self._pool.on_answer:
+                tell(answered)
         if self._partial[1]:
             kind, count = self._partial[0], self._partial[1] + count
         self._partial = (kind, count) if frame[0].flags & wire.PARTIAL else (PREDICT, 0)
@@ -488,10 +495,6 @@ class Worker(asyncio.BufferedProtocol):
         if not self.flight:
             self.is_alone = self.is_reserved = False
 
-    def _tell(self, job: Call, reply: Reply) -> None:
-        for tell in self._pool.on_answer:
-            tell(job, reply)
-
     def _chunk(self, id: int, job: Call, status: int, headers: bytes, body: wire.Payload) -> None:
         """Pass on a chunk; status and headers go with the first one."""
         if job.stream is None:
@@ -509,49 +512,50 @@ class Worker(asyncio.BufferedProtocol):
 
     # -- what nobody waits for -----------------------------------------------------------------
 
-    def run_aside(
-        self, head: bytes, parts: Sequence[Buffer], flags: int, sink: ReplySink, rows: int = 0
-    ) -> None:
-        """Send a job that nobody waits for, and that gives way to every other.
+    def run_aside(self, jobs: Sequence[Aside]) -> None:
+        """Send jobs that nobody waits for, and that give way to every other, as one batch.
 
-        It does not count among what the worker holds: nothing is refused or expected later for it.
-        The sink is cancelled where it gave way, and takes a StreamBroken for a streamed answer.
+        They do not count among what the worker holds: nothing is refused or expected later for
+        them. A sink is cancelled where it gave way, and takes a StreamBroken for a streamed answer.
         """
-        assert self._transport is not None and self._aside is None
-        self._next_id = self._next_id % 0xFFFFFFFF + 1
-        self._aside = self._next_id, sink
+        assert self._transport is not None and not self._aside
         self._aside_since = self._read_clock()
-        frame = wire.Frame()
-        frame.add(self._next_id, rows, flags, head, parts, wire.now_us())
+        frame, now_us = wire.Frame(), wire.now_us()
+        for head, parts, flags, sink, rows in jobs:
+            self._next_id = self._next_id % 0xFFFFFFFF + 1
+            self._aside[self._next_id] = sink
+            frame.add(self._next_id, rows, flags, head, parts, now_us)
         self._transport.writelines(frame.buffers())
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing at all runs in it."""
-        return self.takes_work and not self.flight and self._aside is None
+        return self.takes_work and not self.flight and not self._aside
 
     def hangs_aside(self, worked: float) -> bool:
         """Return whether what it runs aside has taken longer than a batch may."""
         return (
-            self._aside is not None
+            bool(self._aside)
             and not self.flight
             and worked - max(self._aside_since, self.busy_since) > self._plan.run.response_timeout_s
         )
 
     def _give_way(self) -> None:
         """Ask the worker to end what it runs aside, which it does between two passes."""
-        assert self._transport is not None and self._aside is not None
-        self._transport.write(wire.encode_control(wire.CANCEL, {"ids": [self._aside[0]]}))
+        assert self._transport is not None
+        self._transport.write(wire.encode_control(wire.CANCEL, {"ids": list(self._aside)}))
 
     def _end_aside(self, item: wire.Item) -> None:
         """Pass on the reply to what ran aside."""
-        if self._aside is None or item.id != self._aside[0]:
+        sink = self._aside.get(item.id)
+        if sink is None:
             raise wire.WireError(f"a reply to job {item.id}, which it does not hold")
         if item.flags & wire.MORE:
-            self._streams_aside = True
+            self._streams_aside.add(item.id)
             return
-        (_, sink), self._aside = self._aside, None
-        was_stream, self._streams_aside = self._streams_aside, False
+        del self._aside[item.id]
+        was_stream = item.id in self._streams_aside
+        self._streams_aside.discard(item.id)
         if item.flags & wire.UNREAD:
             sink.cancel()
         elif sink.done():
@@ -605,7 +609,7 @@ class Worker(asyncio.BufferedProtocol):
 
     def run(self, jobs: list[Call]) -> None:
         """Send the jobs in one frame; `_replies` answers them, or the pool if it dies."""
-        if self._aside is not None:
+        if self._aside:
             self._give_way()
         is_next, rows, ids = bool(self.flight), 0, []
         for job in jobs:

@@ -20,7 +20,7 @@ from modelyard.serve import errors
 from modelyard.serve.dataplane.call import Stream, Target
 from modelyard.serve.dataplane.wire import VERSION_HEADER, Payload
 from modelyard.serve.front.begin import REQUEST_ID, Headers, Served, ServerState, request_id
-from modelyard.serve.http.connection import Answer, RequestResponseCycle, write_head
+from modelyard.serve.http.connection import BODILESS, Answer, RequestResponseCycle, write_head
 from modelyard.serve.http.site import Cors
 from modelyard.serve.http.tokens import ACTOR, Grants, find_grant
 
@@ -197,7 +197,8 @@ class Answers:
         if isinstance(body, Events | Stream):
             cycle.run(_send_chunks(cycle, status, [*headers, *common], body))
         else:
-            length = [(b"content-length", b"%d" % len(body))] if status != 304 else []
+            is_bare = not body and status in BODILESS
+            length = [] if is_bare else [(b"content-length", b"%d" % len(body))]
             headers = [*headers, *length, *common]
             if not cycle.send_whole(status, headers, body):
                 cycle.connection.budget.add(len(body))

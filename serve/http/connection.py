@@ -49,6 +49,8 @@ SLICE_BYTES = 8192
 what was received: uvloop reads 256 KB at once."""
 TARGET_BYTES = 16384
 """Longest request target; TorchServe takes a request line of 4096 bytes."""
+BODILESS = (204, 205, 304)
+"""Statuses of answers that end with their head, whatever a handler says (RFC 9110, 6.4.1)."""
 HEADER_COUNT = 1000
 """A head of this many fields costs 1 ms; browsers and proxies send fewer than 100."""
 FRAMING_BYTES = 16384
@@ -365,6 +367,8 @@ class RequestResponseCycle:
             if name == b"connection" and b"close" in value.lower():
                 self.keeps_alive = False
                 continue
+            if status in BODILESS and name in (b"content-length", b"transfer-encoding"):
+                continue
             if name == b"content-length" and self._is_answer_chunked is None:
                 self._missing = int(value)
                 self._is_answer_chunked = False
@@ -372,8 +376,9 @@ class RequestResponseCycle:
                 self._is_answer_chunked = True
             own.append((name, value))
         self.is_started = True
-        if self.method == "HEAD" or status in (204, 304):
+        if self.method == "HEAD" or status in BODILESS:
             self._missing, self._is_answer_chunked = 0, self._is_answer_chunked or False
+            own += [(b"content-length", b"0")] if status == 205 else []
         elif self._is_answer_chunked is None:
             self._is_answer_chunked = True
             own.append((b"transfer-encoding", b"chunked"))
@@ -383,8 +388,8 @@ class RequestResponseCycle:
         self.status = status
 
     def _send_part(self, body: Payload, is_more: bool) -> None:
-        if self.method == "HEAD":
-            pass
+        if self.method == "HEAD" or self.status in BODILESS:
+            pass  # a client would take it for its next answer
         elif self._is_answer_chunked:
             self.sent += len(body)
             lines = (b"%x\r\n" % len(body), body, b"\r\n") if body else ()
@@ -415,7 +420,7 @@ class RequestResponseCycle:
             return False
         if self.has_left:
             return True
-        if self.method == "HEAD":
+        if self.method == "HEAD" or (body and status in BODILESS):
             return False
         self.connection.written += len(head) + len(body)
         if len(body) < JOIN_BYTES:

@@ -31,7 +31,7 @@ from modelyard.serve.walls.raising import Walls, raise_walls
 from modelyard.serve.worker import load, loop, steps
 from modelyard.serve.worker.codec import MOST_SAID, is_out_of_memory
 from modelyard.serve.worker.dialect import find_dialect
-from modelyard.serve.worker.golden import check_golden, replay_golden
+from modelyard.serve.worker.golden import WrongAnswer, check_golden, replay_golden
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -123,7 +123,8 @@ def _fail(connection: socket.socket, message: dict[str, Any], error: BaseExcepti
     """Log why the model cannot be served, and answer the server with one line of it."""
     traceback.print_exception(error)
     reason = load.describe(error, Path(message["folder"]))
-    failed = {"message": reason[:MOST_SAID], "out_of_memory": _lacks_memory(error)}
+    failed = {"message": reason[:MOST_SAID], "out_of_memory": _lacks_memory(error),
+              "golden": isinstance(error, WrongAnswer)}  # fmt: skip
     connection.sendall(wire.encode_control(wire.FAILED, failed))
     return 1
 

@@ -21,11 +21,15 @@ Call = tuple[Any, Any]
 """Inputs and outputs of one call of a model, as the handler has them."""
 
 
+class WrongAnswer(LoadError):
+    """A golden request gets another answer than the archive says."""
+
+
 def check_golden(service: Service, golden: Sequence[dict[str, Any]]) -> None:
     """Replay the archive's golden requests; a worker that answers them wrong is not ready.
 
     Raises:
-        LoadError: which request, what was expected and what came.
+        WrongAnswer: which request, what was expected and what came.
     """
     for number, example in enumerate(golden):
         expected = json.loads(Path(example["expected"]).read_bytes())
@@ -37,9 +41,9 @@ def check_golden(service: Service, golden: Sequence[dict[str, Any]]) -> None:
             if answer.status == 200:
                 said += (
                     "; the weights, the labels or the preprocessing are not those that the archive "
-                    "was made with"
+                    "was made with: archive it again, and see `modelyard verify`"
                 )
-            raise LoadError(said)
+            raise WrongAnswer(said)
 
 
 def replay_golden(service: Service, golden: Sequence[dict[str, Any]]) -> Answer:
@@ -49,7 +53,7 @@ def replay_golden(service: Service, golden: Sequence[dict[str, Any]]) -> Answer:
     context.stream = context.cancellation = None  # nobody takes chunks
     try:
         check_golden(service, golden)
-    except LoadError as error:
+    except WrongAnswer as error:
         return Answer(500, {"content-type": "text/plain"}, str(error).encode())
     finally:
         context.stream, context.cancellation = kept
@@ -136,6 +140,8 @@ def compare_golden(
     if "label" in expected:
         label = max(got, key=got.__getitem__) if isinstance(got, dict) and got else got
         if str(label) != expected["label"]:
+            if isinstance(got, float):
+                return f"expected {expected['label']}, got {got}"
             return f'expected the label "{expected["label"]}", got "{label}"'
     if "answer" not in expected:
         return None

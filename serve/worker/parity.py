@@ -5,12 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from modelyard.archiver.report import Report, parse_report
 from modelyard.handlers.models.backends import Artifact, open_artifact
 from modelyard.handlers.proof import agree
 from modelyard.handlers.proof.plan import choose_probes
 from modelyard.handlers.proof.probes import KINDS, make_case
 from modelyard.serve.worker import load
+
+KEPT_BYTES = 64 << 20
+"""Outputs of the twin that are kept, of all cases together; of others it runs twice."""
 
 
 def compare(folder: Path, pair: dict[str, str], device: str) -> dict[str, Any]:
@@ -52,13 +57,20 @@ def _judge(artifact: Artifact, twin: Artifact, report: Report, other: Report) ->
     }
     # Learnt anew: a report that somebody altered may state any scale.
     scales = agree.OutputScales()
-    for probe in probes:
-        scales.see(probe.kind, agree.run(twin, make_case(report.tried, probe)))
+    kept: dict[int, list[Tensor]] = {}
+    free_bytes = KEPT_BYTES
+    for place, probe in enumerate(probes):
+        outputs = agree.run(twin, make_case(report.tried, probe))
+        scales.see(probe.kind, outputs)
+        free_bytes -= sum(output.nbytes for output in outputs)
+        if free_bytes >= 0:
+            kept[place] = outputs
     measured: dict[str, list[dict[str, Any]]] = {name: [] for name in rules}
-    for probe in probes:
+    for place, probe in enumerate(probes):
         inputs = make_case(report.tried, probe)
-        outputs = agree.run(twin, inputs), agree.run(artifact, inputs), scales.of(probe.kind)
-        for (name, rule), expected, actual, scale in zip(rules.items(), *outputs, strict=True):
+        wanted, found = kept.get(place) or agree.run(twin, inputs), agree.run(artifact, inputs)
+        of_all = zip(rules.items(), wanted, found, scales.of(probe.kind), strict=True)
+        for (name, rule), expected, actual, scale in of_all:
             measured[name].append(agree.compare(expected, actual, rule.tolerance, scale))
     apart = (agree.disagreement(name, rule, measured[name], probes) for name, rule in rules.items())
     few = "; few inputs were tried, as by `modelyard export --quick`"

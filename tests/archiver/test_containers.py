@@ -14,9 +14,8 @@ import pytest
 
 from modelyard.archiver import Archive, open_archive, write_archive
 from modelyard.archiver.errors import CannotArchive, RefusedArchive
-from modelyard.archiver.tar_writer import StoredGzip
 from modelyard.archiver.untrusted.names import MANIFEST_NAME
-from modelyard.archiver.zip_writer import shrinks
+from modelyard.archiver.writers import StoredGzip, shrinks
 
 FORMATS = {"zip-store": "digits.mar", "tgz": "digits.tar.gz", "no-archive": "digits"}
 MANIFEST = b"""{"runtime": "python", "model": {"modelName": "noop", "handler": "noop.py"}}"""

@@ -1,13 +1,13 @@
 import pytest
 
 from modelyard.archiver.requirements import Pin
-from modelyard.archiver.source_checks import Source, source_warnings
+from modelyard.archiver.source_checks import source_warnings
 
 SIX = Pin("six", "1.17.0", "a" * 64)
 
 
 def warnings(code: str, *names: str, pins: tuple[Pin, ...] = ()) -> list[str]:
-    return source_warnings(["handler.py", *names], [Source("handler.py", code.encode())], pins)
+    return source_warnings(["handler.py", *names], [("handler.py", code.encode())], pins)
 
 
 @pytest.mark.parametrize(

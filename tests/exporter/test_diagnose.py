@@ -14,7 +14,7 @@ from torch import nn
 from modelyard.archiver.signature import parse_inputs
 from modelyard.exporter import ConversionError, ExportError, ModelError, export
 from modelyard.exporter.formats import to_exported_program
-from modelyard.exporter.formats.drafts import draft_change
+from modelyard.exporter.formats.diagnose import draft_change
 from modelyard.exporter.prove.reference import observe
 
 Author = Callable[[str], tuple[Path, str]]

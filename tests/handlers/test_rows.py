@@ -8,10 +8,10 @@ import torch
 from modelyard.archiver.signature import Dim, TensorSpec, parse_inputs
 from modelyard.handlers.body import body_of, parse_json
 from modelyard.handlers.errors import BadInput, InputMismatch, LoadError
+from modelyard.handlers.limits import check_stated
 from modelyard.handlers.models.rows import (
     OUTPUT_KINDS,
     TopLabels,
-    check_stated,
     probabilities_of,
     read_numbers,
     stack,
@@ -238,12 +238,15 @@ def test_a_row_holds_only_values_that_are_stated(
 ) -> None:
     texts = ["ids:int64[batch,length]<10", "lengths:int64[batch]=1..length"]
     specs = parse_inputs(texts).inputs
-    rows = [read_numbers(spec, value) for spec, value in zip(specs, (ids, length), strict=True)]
+    rows = [
+        torch.from_numpy(read_numbers(spec, value))
+        for spec, value in zip(specs, (ids, length), strict=True)
+    ]
     if problem is None:
-        check_stated(specs, rows)
+        check_stated(specs, rows, 1)
     else:
         with pytest.raises(BadInput) as caught:
-            check_stated(specs, rows)
+            check_stated(specs, rows, 1)
         assert str(caught.value) == problem
 
 
@@ -260,12 +263,12 @@ def test_a_complex_row_is_pairs_of_numbers(value: Any) -> None:
 def test_a_dim_has_one_size_in_a_request() -> None:
     specs = parse_inputs(["a:float32[batch,n]", "b:float32[batch,n]"]).inputs
     with pytest.raises(BadInput, match='input "b" has n=3, another 2; expected one size'):
-        check_stated(specs, [np.zeros(2, np.float32), np.zeros(3, np.float32)])
+        check_stated(specs, [torch.zeros(2), torch.zeros(3)], 1)
 
 
 def test_the_end_of_a_range_that_only_the_batch_knows_is_not_checked() -> None:
     specs = parse_inputs(["place:int64[batch]<batch"]).inputs
-    check_stated(specs, [np.array(7)])
+    check_stated(specs, [torch.tensor(7)], 1)
 
 
 def test_probabilities_that_an_export_found_are_answered_as_they_are() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from modelyard.archiver import open_archive, write_archive
 from modelyard.archiver.errors import ArchiveError
-from modelyard.archiver.overlay import overlay, own_files
+from modelyard.archiver.write import overlay, own_files
 from modelyard.serve.errors import StartError
 from modelyard.serve.settings import load_settings
 from tests.serve.live import environment, poll, start_arguments

@@ -536,6 +536,7 @@ def test_an_answer_within_the_tolerance_agrees(body: bytes, expected: dict[str, 
     [
         (b'{"7": 0.1, "1": 0.9}', {"label": "7"}, 'expected the label "7", got "1"'),
         (b"{}", {"label": "7"}, 'expected the label "7", got "{}"'),
+        (b"190.5", {"label": "183.28"}, "expected 183.28, got 190.5"),
         (b"[1.0, 2.1]", {"answer": [1, 2]}, "answer[1]: expected 2, got 2.1"),
         (b'{"a": [3]}', {"answer": {"a": [4]}}, "answer.a[0]: expected 4, got 3"),
         (b"[1]", {"answer": [1, 2]}, "answer: expected [1, 2], got [1]"),

@@ -18,7 +18,7 @@ from modelyard.archiver.errors import CannotArchive
 from modelyard.archiver.report import read_report
 from modelyard.archiver.verify import Check, verify_archive
 from modelyard.exporter import ModelError, UsageError, export
-from modelyard.exporter.bench.plan import read_signature
+from modelyard.exporter.bench.measure import read_signature
 from modelyard.exporter.inspection import describe
 
 NETS = """

@@ -15,7 +15,7 @@ from torch import Tensor
 from modelyard.archiver import open_archive, write_archive
 from modelyard.archiver.verify import verify_archive
 from modelyard.exporter import export
-from modelyard.exporter.bench.plan import read_signature
+from modelyard.exporter.bench.measure import read_signature
 from modelyard.handlers import BaseHandler
 from tests.handlers.folders import ask, load
 

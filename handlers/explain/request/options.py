@@ -303,12 +303,10 @@ def _as_text(name: str, value: Any) -> str:
     """Spell a JSON value as a query would: one reader serves both."""
     if isinstance(value, bool):
         return "true" if value else "false"
-    if isinstance(value, list) and all(type(each) is int for each in value):
-        return ",".join(map(str, value))
     if isinstance(value, str | int | float):
         return str(value)
-    if isinstance(value, list) and all(isinstance(each, str) for each in value):
-        return ",".join(value)
+    if isinstance(value, list) and {type(each) for each in value} in (set(), {int}, {str}):
+        return ",".join(map(str, value))
     if isinstance(value, dict):
         return json.dumps(value)
     raise BadInput(f"{name} is {json.dumps(value)}; expected a text, a number or true or false")

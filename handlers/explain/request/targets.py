@@ -20,6 +20,8 @@ from modelyard.handlers.explain.request.options import MOST_TARGETS, ExplainOpti
 from modelyard.handlers.models.backends import Artifact, Output
 from modelyard.handlers.proof.agree import Rule
 
+Place = int | str | tuple[int, ...]
+
 
 @dataclass(frozen=True)
 class Target:
@@ -29,12 +31,21 @@ class Target:
     """(K,) int64, in the flattened numbers."""
     weights: Tensor
     """(K,) float64"""
-    name: int | str | None = None
-    """Name as an answer has it; None where it is a place alone."""
-    label: str | None = None
-    """What people read; None leaves it to the common rule."""
+    name: Place = ""
+    """Name as an answer has it; empty where it is a place alone, and a name is found for it."""
+    label: str = ""
+    """What people read; empty leaves it to the common rule."""
     output: str | None = None
     """Name of the output that holds it, where the numbers are of several."""
+    probability: float | None = None
+    """What a prediction gives for it; None where it gives no probabilities, or for a sum."""
+    against: Place | None = None
+    """The name of what it is compared with."""
+
+    def of(self, outputs: Tensor) -> Tensor:
+        """Return its number for each row of outputs (N, …): (N,)."""
+        rows = outputs.flatten(1)
+        return (rows[:, self.places.to(rows.device)] * self.weights.to(rows)).sum(1)
 
 
 def at_place(place: int, output: str | None = None) -> Target:
@@ -163,34 +174,10 @@ SHOWN_LABELS = 10
 SUM = "sum:"
 """Stands before a class whose numbers are added up over a region."""
 
-Place = int | str | tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class NamedTarget:
-    """What one explanation is of, and what its answer says of that."""
-
-    places: Tensor
-    """(K,) int64, in the flattened numbers of a row."""
-    weights: Tensor
-    """(K,) float64: the weighted sum of those is explained."""
-    name: Place
-    label: str
-    output: str | None
-    probability: float | None
-    """What a prediction gives for it; None where it gives no probabilities, or for a sum."""
-    against: Place | None = None
-    """The name of what it is compared with."""
-
-    def of(self, outputs: Tensor) -> Tensor:
-        """Return its number for each row of outputs (N, …): (N,)."""
-        rows = outputs.flatten(1)
-        return (rows[:, self.places.to(rows.device)] * self.weights.to(rows)).sum(1)
-
 
 def find_targets(
     model: ExplainedModel, row: int, options: ExplainOptions, scores: Tensor
-) -> list[NamedTarget]:
+) -> list[Target]:
     """Find what a request means by `target`, `against` and `region`.
 
     Args:
@@ -212,7 +199,7 @@ def find_targets(
         del sizes[model.class_dim]
         inside = model.find_region(row, region, tuple(sizes)).to(scores.device)
 
-    def named(text: str, what: str) -> list[NamedTarget]:
+    def named(text: str, what: str) -> list[Target]:
         found = _find(model, row, what, text, scores, region, inside)
         return [_named(model, row, each, scores) for each in found]
 
@@ -228,7 +215,7 @@ def find_targets(
     return [_contrast(each, others[0]) for each in found]
 
 
-def stacked(targets: Sequence[NamedTarget]) -> tuple[Tensor, Tensor]:
+def stacked(targets: Sequence[Target]) -> tuple[Tensor, Tensor]:
     """Return places and weights (M, K) of M targets; what is filled up weighs nothing."""
     most = max(len(each.places) for each in targets)
     places = torch.zeros((len(targets), most), dtype=torch.int64)
@@ -322,13 +309,12 @@ def _sum(
     return sum_over(numbers, f"{SUM}{index}", f"sum of {label} over {int(numbers.sum())} places")
 
 
-def _named(model: ExplainedModel, row: int, target: Target, scores: Tensor) -> NamedTarget:
+def _named(model: ExplainedModel, row: int, target: Target, scores: Tensor) -> Target:
     """Return a target with its name, its label and its probability."""
-    places = target.places
-    output = target.output or model.output_name
-    if target.name is not None and target.label is not None:
-        return NamedTarget(places, target.weights, target.name, target.label, output, None)
-    place = int(places[0])
+    target = replace(target, output=target.output or model.output_name)
+    if target.label:
+        return target
+    place = int(target.places[0])
     chances = model.probabilities(scores.double().unsqueeze(0))
     probability = None if chances is None else float(chances.flatten()[place])
     name: Place = place
@@ -336,10 +322,10 @@ def _named(model: ExplainedModel, row: int, target: Target, scores: Tensor) -> N
     if scores.dim() > 1:
         name = tuple(map(int, np.unravel_index(place, tuple(scores.shape))))
         label = model.name_place(row, name) if model.name_place else ",".join(map(str, name))
-    return NamedTarget(places, target.weights, name, label, output, probability)
+    return replace(target, name=name, label=label, probability=probability)
 
 
-def _contrast(one: NamedTarget, other: NamedTarget) -> NamedTarget:
+def _contrast(one: Target, other: Target) -> Target:
     """Return the difference of two: why the one and not the other."""
     if one.name == other.name:
         raise BadInput(f'against is "{other.label}", which is the target; expected another one')

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -36,6 +35,9 @@ SHARES = {
     "failures": "More failures than the live version",
     "labels": "Labels that agree",
 }
+STARTS = {"iVBOR": "image/png", "/9j/": "image/jpeg", "R0lGO": "image/gif", "UklGR": "image/webp"}
+"""How a picture begins in base64 → its media type."""
+OCTETS = "application/octet-stream"
 DONE = {
     "promote": "{model} {candidate[version]} is {label}",
     "back": "{model} {live[version]} answers everything again",
@@ -128,7 +130,7 @@ class RolloutPages:
                 await rollouts.start(name, plan)
                 session.tell("done", f"the roll-out of {plan.file} has begun")
             else:
-                seen = label(rollouts.status(name))
+                seen = rollouts.status(name)["label"]
                 if verb != "back" and fields.get("seen") != seen:
                     raise Conflict(
                         f"the roll-out is {seen} meanwhile; look at it again before you act"
@@ -137,17 +139,10 @@ class RolloutPages:
                     found = await rollouts.promote(name, None, "force" in fields)
                 else:
                     found = await (rollouts.back if verb == "back" else rollouts.abort)(name)
-                session.tell("done", DONE[verb].format(**found, label=label(found)))
+                session.tell("done", DONE[verb].format(**found))
         except ServeError as error:
             session.tell("failed", str(error))
         return visit.redirect(f"/models/{model.name}/{model.version}{ROLLOUT}")
-
-
-def label(status: Mapping[str, Any]) -> str:
-    """Return the state, and the share of a canary."""
-    if status["state"] == "canary":
-        return f"canary {format_share(status['canaryShare'])}"
-    return str(status["state"])
 
 
 def describe(status: Mapping[str, Any]) -> dict[str, Any]:
@@ -157,7 +152,7 @@ def describe(status: Mapping[str, Any]) -> dict[str, Any]:
     names = ["candidate", "shadow", *(f"canary {format_share(each)}" for each in status["steps"])]
     return {
         "status": status,
-        "label": label(status),
+        "address_of": address_of,
         "steps": [*names, "default"],
         "is_active": status["state"] in ACTIVE,
         "intervals": list(_intervals(shown)),
@@ -166,15 +161,22 @@ def describe(status: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def address_of(kept: Mapping[str, Any]) -> str:
+    """Return the address that holds bytes which are kept whole, of a picture as one; else none."""
+    text = kept.get("base64", "")
+    if not text or len(text) // 4 * 3 - text.count("=") < kept["bytes"]:
+        return ""
+    media = next((STARTS[start] for start in STARTS if text.startswith(start)), OCTETS)
+    return f"data:{media};base64,{text}"
+
+
 def _intervals(bounds: Mapping[str, Mapping[str, Any]]) -> Iterable[dict[str, Any]]:
     """Yield shares on one scale, which ends at the largest of them; those near all on their own."""
-    finite = [min(1.0, max(0.0, _number(bound["high"]))) for name, bound in bounds.items()
-              if name != "labels"]  # fmt: skip
-    most = max([*finite, 0.001])
+    most = max([0.001, *(bound["high"] for name, bound in bounds.items() if name != "labels")])
     for name, bound in bounds.items():
         first = 0.0 if name != "labels" else 1 - most
         low, at, high = (
-            max(0.0, min(100.0, 100 * (_number(bound[key]) - first) / most))
+            max(0.0, min(100.0, 100 * (bound[key] - first) / most))
             for key in ("low", "estimate", "high")
         )
         yield {
@@ -187,10 +189,6 @@ def _intervals(bounds: Mapping[str, Mapping[str, Any]]) -> Iterable[dict[str, An
         }
 
 
-def _number(value: float | None) -> float:
-    return math.inf if value is None else value
-
-
-def percent(value: float | None) -> str:
+def percent(value: float) -> str:
     """Return a share, as people read it."""
-    return "unknown" if value is None else f"{value * 100:.3g} %".replace("-", "−")
+    return f"{value * 100:.3g} %".replace("-", "−")

@@ -41,6 +41,7 @@ class Verdict(StrEnum):
     DIFFERS = "differs"
     CANDIDATE_FAILED = "candidate_failed"
     LIVE_FAILED = "live_failed"
+    BOTH_FAILED = "both_failed"
 
 
 class Answer(NamedTuple):
@@ -100,7 +101,8 @@ def compare_statuses(live: int, candidate: int) -> Comparison | None:
         return None
     said = f"status: expected {live}, got {candidate}"
     if live >= 500:
-        return Comparison(Verdict.LIVE_FAILED, None, said, math.inf)
+        failed = (Verdict.LIVE_FAILED, Verdict.BOTH_FAILED)[candidate >= 500]
+        return Comparison(failed, None, said, math.inf)
     if candidate >= 500 or live < 300:
         return Comparison(Verdict.CANDIDATE_FAILED, None, said, math.inf)
     if live == candidate:  # the same refusal, in whatever words

@@ -44,7 +44,7 @@ def _print(found: dict[str, Any], json_output: bool) -> None:
     if json_output:
         out.print_json(json.dumps(found))
     else:
-        values = {**found, "label": _label(found), "shown": SHOWN}
+        values = {**found, "shown": SHOWN}
         print_text(Path(__file__).with_name("status.txt"), values)
 
 
@@ -154,8 +154,8 @@ def _wait(at: "Endpoint", model: str, found: dict[str, Any], is_quiet: bool) -> 
     seen, said_at = "", 0.0
     while True:
         now = time.monotonic()
-        if not is_quiet and (now - said_at >= SAID_EVERY_S or _label(found) != seen):
-            seen, said_at = _label(found), now
+        if not is_quiet and (now - said_at >= SAID_EVERY_S or found["label"] != seen):
+            seen, said_at = found["label"], now
             err.print(escape(f"{seen}: {_progress(found)}"), soft_wrap=True)
         if found["state"] in ENDS:
             return found
@@ -163,16 +163,7 @@ def _wait(at: "Endpoint", model: str, found: dict[str, Any], is_quiet: bool) -> 
         found = _ask(at, model, "GET")
 
 
-def _label(found: dict[str, Any]) -> str:
-    state = str(found["state"])
-    return f"{state} {_percent(found['canaryShare'])}" if state == "canary" else state
-
-
 def _progress(found: dict[str, Any]) -> str:
     differs, judged = found["verdicts"].get("differs", 0), found["judgement"]
     text = f"{found['compared']} compared, {differs} differ, {judged['verdict']}"
     return ": ".join((text, *judged["reasons"][:1]))
-
-
-def _percent(share: float) -> str:
-    return f"{share * 100:.4g} %"

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import orjson
+from modelyard_client.tensors import BF16, BYTES, MOST_DIMS, NUMPY, as_objects, from_bytes
 
 from modelyard.archiver.untrusted.json import parse_json
 from modelyard.base.answers import (
@@ -48,8 +49,10 @@ from modelyard.plugins.ops.rollout.answers import (
     NotCompared,
     Tolerance,
     Verdict,
+    answer_of,
     compare_statuses,
 )
+from modelyard.serve.dataplane.call import Reply
 
 MOST_JSON_BYTES = 4 << 20
 """Longest JSON of an answer that is read."""
@@ -60,14 +63,9 @@ _SHOWN = 4096
 _LABEL_KEYS = ("label", "labels", "class", "entity")
 """What is a label in an object that says more, such as the box of what a detector found."""
 _MOST_MEMORY = 2 << 30
-_MOST_DIMS = 32
-_FLOATS = {"FP16": "<f2", "BF16": "<u2", "FP32": "<f4", "FP64": "<f8"}
-_WHOLE = {
-    **{"BOOL": "u1", "UINT8": "u1", "INT8": "i1", "UINT16": "<u2", "INT16": "<i2"},
-    **{"UINT32": "<u4", "INT32": "<i4", "UINT64": "<u8", "INT64": "<i8"},
-}
-"""A datatype → numpy's; BF16 is the upper half of a float."""
-_NAMES = {kind.lstrip("<"): name for name, kind in (_FLOATS | _WHOLE).items() if name != "BF16"}
+_FLOATS = {BF16, *(name for name, dtype in NUMPY.items() if dtype.kind == "f")}
+_WHOLE = NUMPY.keys() - _FLOATS
+_NAMES = {dtype: name for name, dtype in NUMPY.items()}
 
 
 def compare(
@@ -230,7 +228,7 @@ def _read_cell(cell: str) -> Any:
 def _read_npy(data: bytes) -> Any:
     """Read an array as an answer of the Open Inference Protocol has it."""
     array = np.load(io.BytesIO(data), allow_pickle=False)
-    name = _NAMES.get(array.dtype.newbyteorder("<").str.lstrip("|"), "")
+    name = _NAMES.get(array.dtype.newbyteorder("="), "")
     return {
         "outputs": [
             {"name": "array", "datatype": name, "shape": list(array.shape), "data": array.tolist()}
@@ -320,7 +318,7 @@ def _read_tensors(document: Any, tail: memoryview) -> dict[str, _Tensor] | None:
             case _:
                 return None
         are_sizes = all(type(size) is int and 0 <= size < 1 << 40 for size in shape)
-        if name in found or not are_sizes or len(shape) > _MOST_DIMS:
+        if name in found or not are_sizes or len(shape) > MOST_DIMS:
             return None
         data = each.get("data")
         if "data" not in each:
@@ -330,39 +328,30 @@ def _read_tensors(document: Any, tail: memoryview) -> dict[str, _Tensor] | None:
                 return None
             data, at = tail[at : at + size], at + size
         try:
-            found[name] = _Tensor(
-                datatype, _values(datatype, math.prod(shape), data).reshape(shape)
-            )
-        except (ValueError, OverflowError):
+            found[name] = _Tensor(datatype, _values(datatype, tuple(shape), data))
+        except (ValueError, OverflowError, KeyError):
             return None
     return found if at == len(tail) else None
 
 
-def _values(datatype: str, count: int, data: Any) -> np.ndarray:
-    """Return the values of a tensor in a row.
+def _values(datatype: str, shape: tuple[int, ...], data: Any) -> np.ndarray:
+    """Return the values of a tensor in its shape.
 
     Raises:
-        ValueError, OverflowError: they are not as many or as large as it says.
+        ValueError, OverflowError, KeyError: they are not as many or as large as it says.
     """
-    kind = (_FLOATS | _WHOLE).get(datatype)
-    if datatype == "BYTES":
-        found = np.empty(count if count <= MOST_BYTES else 0, object)
-        found[:] = _split(data) if isinstance(data, memoryview) else _flat(data)
-    elif kind is None:
-        raise ValueError(f"the datatype {datatype}")
-    elif isinstance(data, memoryview):
-        found = np.frombuffer(data, kind)
-        if datatype == "BF16":
-            found = (found.astype("<u4") << 16).view("<f4")
-    else:
-        values = _flat(data)
-        are_numbers = {type(value) for value in values} <= {int, bool}
-        if not are_numbers and (datatype in _WHOLE or not all(map(is_number, values))):
-            raise ValueError("its data are not numbers")
-        found = np.array(values, "f8" if datatype in _FLOATS else kind)
-    if len(found) != count:
-        raise ValueError(f"{len(found)} values, and not {count}")
-    return found
+    if isinstance(data, memoryview):
+        if datatype != BF16:
+            return from_bytes(data, datatype, shape, "it")
+        halves = from_bytes(data, "UINT16", shape, "it")  # of floats, the upper ones
+        return (halves.astype("<u4") << 16).view("<f4")
+    values = _flat(data)
+    if datatype == BYTES:
+        return as_objects(values, shape)
+    are_numbers = {type(value) for value in values} <= {int, bool}
+    if not are_numbers and (datatype in _WHOLE or not all(map(is_number, values))):
+        raise ValueError("its data are not numbers")
+    return np.array(values, "f8" if datatype in _FLOATS else NUMPY[datatype]).reshape(shape)
 
 
 def _flat(data: Any) -> list[Any]:
@@ -372,18 +361,6 @@ def _flat(data: Any) -> list[Any]:
     while data and all(isinstance(each, list) for each in data):
         data = [value for each in data for value in each]
     return list(data)
-
-
-def _split(data: memoryview) -> list[bytes]:
-    """Return elements of BYTES: each behind its length, of four bytes."""
-    texts, at = [], 0
-    while at < len(data):
-        size = int.from_bytes(data[at : at + 4], "little")
-        at += 4 + size
-        if at > len(data):
-            raise ValueError("its last element is not whole")
-        texts.append(bytes(data[at - size : at]))
-    return texts
 
 
 def _shapes_differ(live: Mapping[str, _Tensor], candidate: Mapping[str, _Tensor]) -> str | None:
@@ -578,7 +555,7 @@ def _odd(values: dict[str, float], shared: set[str]) -> list[float]:
 def main(descriptor: int) -> None:
     """Compare what comes until the server closes its end, which it does when it dies, too.
 
-    Each time it gets a line of JSON and two bodies, and answers with a line of JSON.
+    Each time it gets a line of JSON and headers and bodies, and answers with a line of JSON.
     """
     resource.setrlimit(resource.RLIMIT_AS, (_MOST_MEMORY, _MOST_MEMORY))
     with socket.socket(fileno=descriptor) as server, contextlib.suppress(OSError):
@@ -586,19 +563,27 @@ def main(descriptor: int) -> None:
         subjects: defaultdict[str, Scales] = defaultdict(Scales)
         while line := reader.readline():
             said = orjson.loads(line)
-            live, candidate = (
-                Answer(status, headers, reader.read(size))
+            answers = [
+                answer_of(Reply(status, reader.read(headers), reader.read(size)))
                 for status, headers, size in said["sides"]
-            )
-            try:
-                tolerance = Tolerance(**said["tolerance"])
-                scales = subjects[tolerance.subject]
-                found: Any = compare(live, candidate, tolerance, scales)
-            except NotCompared as reason:
-                found = {"reason": str(reason)}
-            except MemoryError:
-                found = {"reason": "too large"}
+            ]
+            tolerances = [Tolerance(**each) for each in said["tolerances"]]
+            found = [
+                _compared(live, candidate, tolerance, subjects[tolerance.subject])
+                for live, candidate, tolerance in zip(
+                    answers[::2], answers[1::2], tolerances, strict=True
+                )
+            ]
             server.sendall(orjson.dumps(found, option=orjson.OPT_APPEND_NEWLINE))
+
+
+def _compared(live: Answer, candidate: Answer, tolerance: Tolerance, scales: Scales) -> Any:
+    try:
+        return compare(live, candidate, tolerance, scales)
+    except NotCompared as reason:
+        return {"reason": str(reason)}
+    except MemoryError:
+        return {"reason": "too large"}
 
 
 if __name__ == "__main__":

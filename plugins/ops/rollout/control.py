@@ -36,7 +36,7 @@ from modelyard.serve.control.model_config import ModelSpec
 from modelyard.serve.control.register import Lifecycle, Report
 from modelyard.serve.control.registry import ModelVersion
 from modelyard.serve.dataplane.metrics import Metrics
-from modelyard.serve.errors import Conflict, ModelNotFound, NoSuchRoute, ServeError
+from modelyard.serve.errors import BadRequest, Conflict, ModelNotFound, NoSuchRoute, ServeError
 from modelyard.serve.http.tokens import ACTOR
 
 logger = logging.getLogger(__name__)
@@ -91,6 +91,7 @@ class Rollout:
         return {
             "model": record.model,
             "state": record.state,
+            "label": record.label,
             "since": record.since,
             "candidate": vars(record.candidate),
             "live": vars(record.live),
@@ -127,7 +128,7 @@ class Rollout:
         """
         said = "nothing was compared: it had no shadow"
         if self.trial is not None:
-            judgement = self.trial.judge()
+            judgement = self.trial.explain()
             if judgement.verdict is Outcome.PASS:
                 return
             said = f"the judgement is {judgement.verdict}: {'; '.join(judgement.reasons)}"
@@ -411,7 +412,7 @@ class Rollouts:
             assert live is not None and candidate is not None
             if rollout.trial is None:
                 rollout.trial = Trial(record.plan, live, candidate, rollout.metrics, self._comparer)
-            rollout.trial.enter(is_canary)
+            rollout.trial.enter(is_canary, record.share)
             self._arm()
             if is_canary:
                 split = Canary(live, candidate, record.salt, record.share, record.plan.header)
@@ -466,12 +467,13 @@ class Rollouts:
         for name, content in noted.items():
             try:
                 record = Record.from_json(content)
+                parse_rule(record.plan.rule, record.plan.expect)
                 live = self._registry.get(name)
                 if record.state is State.DEFAULT and live.version != record.candidate.version:
                     raise ValueError(
                         f"{record.candidate.version} was the default, and {live.version} is served"
                     )
-            except (ValueError, ModelNotFound) as error:
+            except (ValueError, ModelNotFound, BadRequest) as error:
                 logger.error("the roll-out of %s cannot be restored: %s", name, error)
             else:
                 await self._restore(record, live, report)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from modelyard.plugins.ops.rollout.record import Record
@@ -9,7 +11,7 @@ from modelyard.plugins.ops.rollout.record import Record
 LABELS = ("model", "candidate")
 COUNTS = {
     "compared": (
-        "Requests that a roll-out's candidate answered beside the live version, by verdict.",
+        "Answers of a roll-out's candidate that were compared, by verdict.",
         "verdict",
     ),
     "noise": ("Requests that the live version answered a second time, by verdict.", "verdict"),
@@ -51,11 +53,12 @@ class RolloutMetrics:
         self._series = series
         self._labels = record.model, record.candidate.version
         self._state = ""
+        self._child = cache(lambda name, *more: series.counts[name].labels(*self._labels, *more))
         series.counts["returned"].labels(*self._labels)
 
-    def count(self, name: str, *more: str) -> None:
+    def count(self, name: str, *more: str, by: int = 1) -> None:
         """Count something of `COUNTS`."""
-        self._series.counts[name].labels(*self._labels, *more).inc()
+        self._child(name, *more).inc(by)
 
     def entered(self, record: Record) -> None:
         """Expose the state, and what share the candidate answers."""

@@ -1,58 +1,64 @@
 """What a candidate must show before it answers clients, and whether it has shown it.
 
-A judge looks again and again while traffic comes. Each look could be wrong by chance, and whoever
-looks often enough sees what he hopes for; so the looks share one chance of being wrong (alpha
-spending): the first has half of it, each further one half of what is left, and they come when the
-count has doubled, whatever was seen. A candidate that is worse than the rule allows passes at any
-look with a chance of at most one minus the rule's confidence, however long it is watched.
+A judge looks again and again while traffic comes, and who looks often enough sees what he hopes
+for. So all that is judged here is judged by evidence that holds at any time (`evidence`): of each
+part of a rule, a candidate that is worse than it allows is ever judged to keep to it with a chance
+of at most one minus the rule's confidence, and one that keeps to all parts is ever refused with the
+same chance at most, which the parts share. Beside these tests, which never forget, a detector of
+each part sees a candidate that becomes worse later.
 
-What is shown to be worse fails at once. Three things are looked at for that (disagreement or
-labels, failures, latency), which share another such chance: a candidate that keeps to the rule is
-refused by one of these with a chance of at most one minus the confidence.
+Both versions are measured on the same requests. What the live version's answer differs in from its
+own second answer to a request is no fault of the candidate's.
 """
 
 from __future__ import annotations
 
 import math
+import random
 import re
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from bisect import bisect_left
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
+from modelyard.plugins.ops.rollout import evidence
 from modelyard.plugins.ops.rollout.answers import Comparison, Verdict
-from modelyard.plugins.ops.rollout.bounds import Bound, excess, lower, share, upper
+from modelyard.plugins.ops.rollout.evidence import Bound, Cells, Drift, Span
 from modelyard.serve.dataplane.metrics import Histogram
 from modelyard.serve.errors import BadRequest
 
-LATENCY_BOUNDS = tuple(0.0001 * 1.1**step for step in range(146))
-"""Seconds, 0.1 ms to 100 s: a quantile is known to some percent."""
-_FIRST_FAIL_LOOK = 10
-_REASONS_TO_FAIL = 3
-_MOST_LOOKS = 50
-_RULE_FORM = "disagreement<=1%, confidence 95%, p99<=1.2, failures<=0%, least 200"
-_PARTS: dict[str, tuple[str, Callable[[float], bool], str]] = {
-    "disagreement": (
-        r"disagreement *<= *(\d+(?:\.\d+)?) *%",
-        lambda value: 0 < value < 100,
-        "more than 0 and less than 100 %: no amount of traffic shows 0",
-    ),
-    "confidence": (
-        r"confidence *=? *(\d+(?:\.\d+)?) *%",
-        lambda value: 50 <= value < 100,
-        "50 % or more and below 100 %",
-    ),
-    "p99": (
-        r"p99 *<= *(\d+(?:\.\d+)?)", lambda value: value > 0, "a ratio above 0, such as 1.2"
-    ),
-    "failures": (
-        r"failures *<= *(\d+(?:\.\d+)?) *%?", lambda value: value < 100, "less than 100 %"
-    ),
-    "least": (r"least *=? *(\d{1,9})", lambda value: value >= 1, "1 or more"),
-}  # fmt: skip
-"""Part of a rule → how it is written, whether a value is taken, and which ones are."""
-_EXPECT = re.compile(r"labels *= *(\d+(?:\.\d+)?) *%")
+LATENCY_BOUNDS = tuple(1e-6 * 1.1**step for step in range(194))
+"""Seconds, 1 us to 100 s: a quantile is known to some percent."""
+NOISE_SLACK = 0.1
+"""Share of the live version's own noise by which a candidate may differ more often, beside what the
+rule allows: to tell less at 30 % noise would take a hundred thousand answers."""
+NOISE_EVERY = 10
+"""One request of so many is answered by the live version twice while there is no doubt."""
+FEW_PAIRS = 100
+"""Requests that the live version answers twice at first."""
+_TAIL_OF = 1000
+"""Latest times of the live version of which the 99th percentile is taken."""
+_TAIL_EVERY = 50
+_DITHER = 0.01
+"""Share by which a time may be lengthened, so that of equal ones, too, one in a hundred is above
+the 99th percentile."""
+_MOST_OPEN = 512
+_MOST_MORE = 1 << 24
+_NUMBER = r"(\d{1,9}(?:\.\d+)?)"
+_ABOVE_0 = "more than 0 and less than 100 %: no amount of traffic shows 0"
+_Forms = Mapping[str, tuple[str, int, str]]
+"""Name → how its number is written, what is whole, and which numbers are taken."""
+_RULE: _Forms = {
+    "disagreement": (rf"<= *{_NUMBER} *%", 100, _ABOVE_0),
+    "confidence": (rf"=? *{_NUMBER} *%", 100, "50 % or more and below 100 %"),
+    "p50": (rf"<= *{_NUMBER}", 1, "a ratio above 0, such as 1.2"),
+    "p99": (rf"<= *{_NUMBER}", 1, "a ratio above 0, such as 1.2"),
+    "failures": (rf"<= *{_NUMBER} *%", 100, _ABOVE_0),
+    "least": (r"=? *(\d{1,9})", 1, "1 or more"),
+}
+_EXPECT: _Forms = {"labels": (rf"= *{_NUMBER} *%", 100, "labels=95%, above 0 and below 100 %")}
 
 
 @dataclass(frozen=True)
@@ -62,11 +68,12 @@ class Rule:
     disagreement: float = 0.01
     """Largest share of differing answers, above that of the live version against itself."""
     confidence: float = 0.95
+    p50: float = 1.2
+    """Times as long as the live version that the candidate may take, at half of the requests."""
     p99: float = 1.2
-    """Largest ratio of the candidate's 99th percentile of latency to the live version's."""
-    failures: float = 0.0
-    """Largest share of requests that the candidate fails at, above that of the live version: as
-    seen where the live version never fails, as shown where it does."""
+    """Largest ratio of the 99th percentiles of how long both take."""
+    failures: float = 0.005
+    """Largest share of requests that the candidate fails at, above that of the live version."""
     least: int = 200
     """How many answers are compared before anything passes."""
     labels: float | None = None
@@ -76,7 +83,8 @@ class Rule:
     def __str__(self) -> str:
         return (
             f"disagreement<={_percent(self.disagreement)}, confidence {_percent(self.confidence)}, "
-            f"p99<={self.p99:g}, failures<={_percent(self.failures)}, least {self.least}"
+            f"p50<={self.p50:g}, p99<={self.p99:g}, failures<={_percent(self.failures)}, "
+            f"least {self.least}"
         )
 
     @property
@@ -94,39 +102,40 @@ def parse_rule(text: str = "", expect: str = "") -> Rule:
     """Read a rule; what it leaves out is as in the default.
 
     Args:
-        text: such as `disagreement<=1%, confidence 95%, p99<=1.2, failures<=0%, least 200`.
+        text: such as `disagreement<=1%, confidence 95%, p50<=1.2, failures<=0.5%, least 200`.
         expect: such as `labels=95%`; empty where answers are to be the same.
 
     Raises:
         BadRequest: it is not one; the message says what was expected.
     """
+    return Rule(
+        **_read("the rule says", text[:500], _RULE, f"parts of: {Rule()}"),
+        **_read("--expect says", expect[:500], _EXPECT, "labels=95%"),
+    )
+
+
+def _read(said: str, text: str, forms: _Forms, usual: str) -> dict[str, Any]:
     values: dict[str, Any] = {}
-    for part in filter(None, (part.strip() for part in text[:500].split(","))):
-        name = next((each for each in _PARTS if part.startswith(each)), "")
-        form, is_taken, taken = _PARTS.get(name, ("", bool, ""))
-        found = re.fullmatch(form, part) if name else None
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name = next((each for each in forms if part.startswith(each)), "")
+        form, whole, taken = forms.get(name, ("", 1, ""))
+        found = re.fullmatch(f"{name} *{form}", part) if name else None
         if found is None:
-            raise BadRequest(f"the rule says {part[:60]!r}; expected parts of: {_RULE_FORM}")
+            raise BadRequest(f"{said} {part[:60]!r}; expected {usual}")
         if name in values:
-            raise BadRequest(f"the rule says {name} twice; expected each part once: {_RULE_FORM}")
+            raise BadRequest(f"{said} {name} twice; expected each part once: {usual}")
         value = float(found[1])
-        if not is_taken(value):
-            raise BadRequest(f"the rule says {part[:60]!r}; expected {taken}")
-        values[name] = value if name == "p99" else int(value) if name == "least" else value / 100
-    return Rule(**values, labels=_parse_expect(expect))
-
-
-def _parse_expect(text: str) -> float | None:
-    if not text.strip():
-        return None
-    found = _EXPECT.fullmatch(text.strip())
-    if found is None or not 0 < float(found[1]) < 100:
-        raise BadRequest(f"--expect is {text[:60]!r}; expected labels=95%, above 0 and below 100 %")
-    return float(found[1]) / 100
+        if not (50 if name == "confidence" else 1e-9) <= value < (100 if whole == 100 else 1e9):
+            raise BadRequest(f"{said} {part[:60]!r}; expected {taken}")
+        values[name] = int(value) if name == "least" else value / whole
+    return values
 
 
 def _percent(value: float) -> str:
     return f"{round(value * 100, 6):g}%"
+
+
+# -- what is counted -----------------------------------------------------------------------------
 
 
 @dataclass
@@ -135,51 +144,126 @@ class Side:
 
     total: int = 0
     failed: int = 0
+    clients: int = 0
+    """Answers to clients among these, and not to copies."""
     times: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS))
-    """Seconds of its answers."""
+    """Seconds that its handler took, of the requests that were timed on both sides."""
 
-    def count(self, answers: int, failed: int) -> None:
-        """Count answers, and how many of them were failures."""
-        self.total += answers
+    def count(self, failed: bool) -> None:
+        """Count an answer, which may have been a failure."""
+        self.total += 1
         self.failed += failed
 
-    def answered(self, code: int, seconds: float) -> None:
-        """Count an answer that a client got, by its status, and its time."""
-        self.count(1, code >= 500)
-        self.times.observe(seconds)
+
+class Beside:
+    """Pairs what one version does with the latest that the other has done: at the same load."""
+
+    def __init__(self) -> None:
+        self._waiting: tuple[deque[float], deque[float]] = deque(maxlen=64), deque(maxlen=64)
+
+    def put(self, is_candidate: bool, value: float) -> tuple[float, float] | None:
+        """Return a value of the live version and one of the candidate; None while one is alone."""
+        others = self._waiting[not is_candidate]
+        if not others:
+            self._waiting[is_candidate].append(value)
+            return None
+        other = others.pop()
+        return (other, value) if is_candidate else (value, other)
 
 
 @dataclass
 class Tally:
     """What was counted of a candidate beside the live version."""
 
+    rule: Rule = field(default_factory=Rule)
+    """The rule whose limits times are held against."""
     verdicts: Counter[Verdict] = field(default_factory=Counter)
     labels_agree: int = 0
     """How many of those compared name the same labels, or agree and name none."""
     noise: int = 0
     """Requests that the live version answered twice."""
     noise_differs: int = 0
+    pairs: Counter[tuple[bool, bool]] = field(default_factory=Counter)
+    """Requests that the live version answered twice, and the candidate, by whether the candidate's
+    answer differs and whether the second one does."""
+    failures: Counter[float] = field(default_factory=Counter)
+    """Requests at which only the candidate failed (1), only the live version (-1), or else (0)."""
+    slower: Counter[float] = field(default_factory=Counter)
+    """Requests for which the candidate took longer than the live version, times the limit of p50
+    (1), or did not (0)."""
+    tail: Counter[float] = field(default_factory=Counter)
+    """Requests by whether the candidate took longer than the live version's 99th percentile, times
+    the limit of p99, less whether the live version took longer than that percentile."""
     live: Side = field(default_factory=Side)
     candidate: Side = field(default_factory=Side)
+    _open: dict[str, tuple[bool, bool]] = field(default_factory=dict)
+    """Request → whether its second answer is known, else the other one, and whether it differs."""
+    _beside: Beside = field(default_factory=Beside)
+    _latest: deque[float] = field(default_factory=lambda: deque(maxlen=_TAIL_OF))
+    _tail_s: float = math.inf
+    """The 99th percentile of the live version's times, as far as it is known."""
 
-    def add(self, found: Comparison) -> None:
-        """Count a request that both answered."""
-        self.verdicts[found.verdict] += 1
-        self.live.count(1, found.verdict is Verdict.LIVE_FAILED)
-        self.candidate.count(1, found.verdict is Verdict.CANDIDATE_FAILED)
-        agrees = found.agrees if found.labels_agree is None else found.labels_agree
-        self.labels_agree += agrees
+    def add(self, found: Comparison, key: str = "") -> None:
+        """Count a request that both answered; its key joins it with its second answer."""
+        verdict = found.verdict
+        self.verdicts[verdict] += 1
+        self.labels_agree += found.agrees if found.labels_agree is None else found.labels_agree
+        live, own = (verdict in (each, Verdict.BOTH_FAILED) for each in _FAILED)
+        self.live.count(live)
+        self.candidate.count(own)
+        self.failures[own - live] += 1
+        if verdict in _ANSWERED:
+            self._pair(key, False, not found.agrees)
 
-    def add_noise(self, found: Comparison) -> None:
+    def add_noise(self, found: Comparison, key: str = "") -> None:
         """Count a request that the live version answered twice, unless it failed at one of them."""
         if found.verdict in _ANSWERED:
             self.noise += 1
             self.noise_differs += not found.agrees
+            self._pair(key, True, not found.agrees)
 
-    def failures(self, alpha: float) -> Bound:
-        """Return by how much the candidate fails more often, bounded as `excess` says."""
-        own, live = self.candidate, self.live
-        return excess(own.failed, own.total, live.failed, live.total, alpha)
+    def _pair(self, key: str, is_second: bool, differs: bool) -> None:
+        other = self._open.pop(key, None)
+        if other is not None and other[0] != is_second:
+            self.pairs[(other[1], differs) if is_second else (differs, other[1])] += 1
+            return
+        self._open[key] = is_second, differs
+        if len(self._open) > _MOST_OPEN:
+            del self._open[next(iter(self._open))]
+
+    def answered(self, is_candidate: bool, code: int, _: float = 0.0) -> None:
+        """Count an answer that a client got, by its status."""
+        side, failed = self.candidate if is_candidate else self.live, code >= 500
+        side.count(failed)
+        side.clients += 1
+        if (both := self._beside.put(is_candidate, failed)) is not None:
+            self.failures[both[1] - both[0]] += 1
+
+    def timed(self, live_s: float, candidate_s: float) -> None:
+        """Count how long both handlers took, of one request or of two at the same time."""
+        self.live.times.observe(live_s)
+        self.candidate.times.observe(candidate_s)
+        self.slower[candidate_s > self.rule.p50 * live_s] += 1
+        live_s, candidate_s = (
+            each * random.uniform(1, 1 + _DITHER) for each in (live_s, candidate_s)
+        )
+        is_late = candidate_s > self.rule.p99 * self._tail_s
+        self.tail[is_late - (live_s > self._tail_s)] += 1
+        self._latest.append(live_s)
+        if self.timings % _TAIL_EVERY == 0 and self.timings >= FEW_PAIRS:
+            self._tail_s = sorted(self._latest)[int(0.99 * len(self._latest))]
+
+    def excess(self, factor: float) -> Cells:
+        """Return how often one differed, less `factor` times how often the other did."""
+        cells: Counter[float] = Counter()
+        for (differs, noise), count in self.pairs.items():
+            cells[differs - factor * noise] += count
+        return cells
+
+    @property
+    def timings(self) -> int:
+        """How many times were measured on both sides."""
+        return self.slower.total()
 
     @property
     def compared(self) -> int:
@@ -192,7 +276,11 @@ class Tally:
         return self.verdicts[Verdict.DIFFERS]
 
 
+_FAILED = Verdict.LIVE_FAILED, Verdict.CANDIDATE_FAILED
 _ANSWERED = (Verdict.EQUAL, Verdict.WITHIN_TOLERANCE, Verdict.DIFFERS)
+
+
+# -- what is judged ------------------------------------------------------------------------------
 
 
 class Outcome(StrEnum):
@@ -207,235 +295,217 @@ class Outcome(StrEnum):
 class Judgement:
     """What a judge says, and why."""
 
-    verdict: Outcome
+    verdict: Outcome = Outcome.NOT_ENOUGH
     reasons: tuple[str, ...] = ()
     """Sentences with numbers."""
-    confidence: float | None = None
-    """Confidence of each bound of this look, which is above that of the rule; None before a
-    look."""
     bounds: dict[str, Bound] = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return it as the management API has it; bounds stand beside."""
-        return {
-            "verdict": str(self.verdict),
-            "reasons": list(self.reasons),
-            "confidence": self.confidence,
-        }
+
+class Way(NamedTuple):
+    """A way to see whether a mean keeps to a limit."""
+
+    cells: Cells
+    limit: float
+    span: Span
+    chance: float
+    """Part of the chance of being wrong that it may use."""
+    floor: tuple[int, int, float] | None = None
+    """What comes to the limit, as it is no fault of the candidate's: count and total of a share,
+    times a factor; its upper bound, which uses as much of that chance."""
+
+    def is_shown(self, alpha: float, is_above: bool, more: int = 0) -> bool:
+        """Return whether the mean is shown to be above the limit, or below.
+
+        Args:
+            alpha: chance of being wrong of all ways together.
+            is_above: whether it is looked for above the limit.
+            more: faultless requests that might follow.
+        """
+        cells = {**self.cells, 0: self.cells.get(0, 0) + more} if more else self.cells
+        found = evidence.log_evidence(cells, self.limit, self.span, is_above)
+        return self.limit < 1 and found >= -math.log(alpha * self.chance)
+
+    def with_floor(self, alpha: float) -> Way:
+        """Return it with the limit that its floor makes."""
+        if self.floor is None or not self.cells[1]:
+            return self
+        high = self.floor[2] * evidence.upper(*self.floor[:2], alpha * self.chance)
+        return self._replace(limit=self.limit + high, floor=None)
 
 
-def bounds_of(rule: Rule, tally: Tally, alpha: float) -> dict[str, Bound]:
-    """Return what is known of a candidate; each bound alone fails with chance `alpha`."""
-    n = tally.compared
-    return {
-        "disagreement": share(tally.differs, n, alpha),
-        "noise": share(tally.noise_differs, tally.noise, alpha),
-        "excess": excess(tally.differs, n, tally.noise_differs, tally.noise, alpha),
-        "failures": tally.failures(alpha),
-        "p99Ratio": _p99_ratio(tally.candidate.times, tally.live.times, alpha),
-        "labels": share(tally.labels_agree, n, alpha),
-    }
+class Part(NamedTuple):
+    """A part of a rule, what it looks at, and in which ways it is shown to be kept or broken."""
+
+    name: str
+    kept: tuple[Way, ...]
+    broken: tuple[Way, ...]
+
+    def is_kept(self, alpha: float, more: int = 0) -> bool:
+        """Return whether it was shown to be kept, or would be after `more` faultless requests."""
+        return any(way.is_shown(alpha, False, more) for way in self.kept)
 
 
-def _p99_ratio(candidate: Histogram, live: Histogram, alpha: float) -> Bound:
-    """Return the ratio of the 99th percentiles, bounded by what their ranks may be off.
+def parts_of(rule: Rule, tally: Tally) -> Iterator[Part]:
+    """Yield the parts of a rule with what was counted for each.
 
-    Of n latencies the number that the true percentile is above is binomial: between which two of
-    them it lies is known whatever their distribution is. Two such bounds make one of the ratio.
+    Of a request that the live version has answered twice, what is judged is whether the candidate's
+    answer differs, less 1 + `NOISE_SLACK` times whether the second one does. Where few are answered
+    twice, all of the candidate's answers say something: what differs beyond noise is not more than
+    what differs at all, and noise is not above its own upper bound.
     """
-    before, after = _p99(live, alpha / 2), _p99(candidate, alpha / 2)
-    if not (before.estimate > 0 and after.estimate > 0):
-        return Bound(1.0, 0.0, math.inf)
-    high = after.high / before.low if before.low > 0 else math.inf
-    return Bound(after.estimate / before.estimate, after.low / before.high, high)
+    n, factor = tally.compared, 1 + NOISE_SLACK
+    if rule.labels is not None:
+        other = Way(_counts(n - tally.labels_agree, n), 1 - rule.labels, (0, 1), 1)
+        yield Part("labels", (other,), (other,))
+    else:
+        pairs = Way(tally.excess(factor), rule.disagreement, (-factor, 1), 0.9)
+        counted = Way(_counts(tally.differs, n), rule.disagreement, (0, 1), 0.6)
+        noise = tally.noise_differs, tally.noise, factor
+        beyond = counted._replace(chance=0.05, floor=noise)
+        yield Part("excess", (pairs._replace(chance=0.4), counted), (pairs, beyond))
+    own, live = tally.candidate, tally.live
+    pairs = Way(tally.failures, rule.failures, (-1, 1), 0.3)
+    floor = live.failed, live.total, 1.0
+    failed = Way(_counts(own.failed, own.total), rule.failures, (0, 1), 0.35, floor)
+    yield Part("failures", (pairs._replace(chance=1),), (pairs, failed))
+    if rule.p50 < math.inf:
+        p50 = Way(tally.slower, 0.5, (0, 1), 1)
+        yield Part("p50", (p50,), (p50,))
+    if rule.p99 < math.inf:
+        p99 = Way(tally.tail, 0.0, (-1, 1), 1)
+        yield Part("p99", (p99,), (p99._replace(chance=0.5),))
 
 
-def _p99(times: Histogram, alpha: float) -> Bound:
-    n = sum(times.counts)
-    if not n:
-        return Bound(0.0, 0.0, math.inf)
-    above = round(n * 0.01)
-    most, least = upper(above, n, alpha), lower(above, n, alpha)
-    return Bound(
-        times.quantile(0.99),
-        times.quantile(1 - most),
-        times.quantile(1 - least) if least > 0 else times.quantile(1.0),
-    )
+def _counts(count: int, total: int) -> Cells:
+    return {1: count, 0: total - count}
+
+
+def bounds_of(tally: Tally, alpha: float) -> dict[str, Bound]:
+    """Return what is known of a candidate; each bound alone fails with chance `alpha`."""
+    n, share, bound = tally.compared, evidence.share, evidence.bound
+    differs, noise = share(tally.differs, n, alpha), share(tally.noise_differs, tally.noise, alpha)
+    excess, all_of_them = tally.excess(1), share(tally.differs, n, 0.6 * alpha)
+    low, high = bound(excess, (-1, 1), 0.4 * alpha)[1:]
+    return {
+        "disagreement": differs,
+        "noise": noise,
+        "excess": Bound(differs.estimate - noise.estimate, low, min(high, all_of_them.high)),
+        "failures": bound(tally.failures, (-1, 1), alpha),
+        "labels": share(tally.labels_agree, n, alpha),
+        "p50": bound(tally.slower, (0, 1), alpha),
+        "p99": bound(tally.tail, (-1, 1), alpha),
+    }
 
 
 class Judge:
     """Says whether a candidate has shown what the rule wants.
 
-    It looks at a tally when enough has been counted since its last look.
+    Args:
+        rule: the rule.
+        is_canary: whether it answers clients: how long that takes is judged only then.
     """
 
-    def __init__(self, rule: Rule) -> None:
-        self.rule = rule
-        self.first = first_look(rule)
-        self._looks = self._fail_looks = 0
-        self._next, self._next_fail = self.first, _FIRST_FAIL_LOOK
-        self._was_over = False
+    def __init__(self, rule: Rule, is_canary: bool = True) -> None:
+        self.rule = rule if is_canary else replace(rule, p50=math.inf, p99=math.inf)
+        self._is_canary = is_canary
+        self._alpha = 1 - rule.confidence
+        self._kept: set[str] = set()
+        """Parts that were shown to be kept."""
+        self._drifts: defaultdict[tuple[str, int], Drift] = defaultdict(Drift)
         self._decided: Judgement | None = None
 
-    def look(self, tally: Tally, is_over: bool = False) -> Judgement:
-        """Return what there is to say now.
+    def look(self, tally: Tally) -> Judgement:
+        """Return what there is to say of everything that was counted; its reasons when it is sure.
 
-        Args:
-            tally: tally of everything since the judge began.
-            is_over: the time that the candidate was given has passed. What could not be shown in
-                it, though there was traffic enough, is refused; but for its latency, which is
-                looked at until it is known.
+        It may be asked as often as one likes: what it says does not come sooner.
         """
         if self._decided is not None and self._decided.verdict is Outcome.FAIL:
             return self._decided
-        n = tally.compared
-        if (answers := max(n, tally.candidate.total)) >= self._next_fail:
-            self._fail_looks += 1
-            self._next_fail = 2 * answers
-            alpha = self._alpha(self._fail_looks)
-            bounds = bounds_of(self.rule, tally, alpha / _REASONS_TO_FAIL)
-            if reasons := _shown_worse(self.rule, tally, bounds):
-                return self._decide(Outcome.FAIL, reasons, alpha / _REASONS_TO_FAIL, bounds)
-        if self._decided is not None:
-            return self._decided
-        alpha = self._alpha(self._looks + 1)
-        bounds = bounds_of(self.rule, tally, alpha)
-        missing, slow = _missing(self.rule, tally, bounds), _slow(self.rule, tally, bounds)
-        is_last = is_over and not self._was_over and n >= self.first
-        if n >= self._next or is_last:
-            self._looks += 1
-            self._next = 2 * n
-            self._was_over |= is_last
-            if not missing and not slow:
-                return self._decide(Outcome.PASS, _shown(self.rule, tally, bounds), alpha, bounds)
-            if is_over and missing:
-                return self._decide(Outcome.FAIL, missing, alpha, bounds)
-        reasons = [self._still_needed(tally), *missing, *slow]
-        return Judgement(Outcome.NOT_ENOUGH, tuple(reasons), 1 - alpha, bounds)
+        parts = list(parts_of(self.rule, tally))
+        worse = [part for part in parts if self._is_broken(part)]
+        if worse:
+            return self._decide(Outcome.FAIL, worse, tally)
+        self._kept |= {
+            part.name for part in parts if part.name not in self._kept and part.is_kept(self._alpha)
+        }
+        is_enough = min(tally.compared, self._answered(tally)) >= self.rule.least
+        if self._decided is None and is_enough and len(self._kept) == len(parts):
+            return self._decide(Outcome.PASS, parts, tally)
+        return self._decided or Judgement(Outcome.NOT_ENOUGH)
 
-    def _alpha(self, look: int) -> float:
-        return math.ldexp(1 - self.rule.confidence, -look)
+    def _is_broken(self, part: Part) -> bool:
+        """Return whether a part was broken all the time, or has come to be."""
+        found = False
+        for place, way in enumerate(part.broken):
+            way = way.with_floor(self._alpha)
+            has_changed = self._drifts[part.name, place].look(way.cells, way.limit, way.span)
+            found |= has_changed or way.is_shown(self._alpha, True)
+        return found
 
-    def _decide(
-        self, verdict: Outcome, reasons: list[str], alpha: float, bounds: dict[str, Bound]
-    ) -> Judgement:
-        self._decided = Judgement(verdict, tuple(reasons), 1 - alpha, bounds)
+    def _answered(self, tally: Tally) -> float:
+        """Return how many clients each of both has answered at least; of a shadow, any number."""
+        return min(tally.live.clients, tally.candidate.clients) if self._is_canary else math.inf
+
+    def _decide(self, verdict: Outcome, parts: list[Part], tally: Tally) -> Judgement:
+        found = bounds_of(tally, self._alpha)
+        reasons = tuple(_describe(part.name, self.rule, tally, found) for part in parts)
+        self._decided = Judgement(verdict, reasons, found)
         return self._decided
 
-    def _still_needed(self, tally: Tally) -> str:
-        """Return at which look it would pass if nothing more differed."""
-        n, at, look = tally.compared, self._next, self._looks + 1
-        noise = tally.noise / n if n else 0.0
-        while look < _MOST_LOOKS:
-            later = (at, tally.noise_differs, round(noise * at))
-            if _deciding(self.rule, tally, self._alpha(look), *later).high <= self.rule.allowed:
-                return f"{n} compared; {at - n} more are needed if none of them differs"
-            at, look = 2 * at, look + 1
-        return f"{n} compared; no number that could be counted is enough"
+    def explain(self, tally: Tally) -> Judgement:
+        """Return what there is to say with bounds, and what is missing where nothing is sure."""
+        judged, found = self.look(tally), bounds_of(tally, self._alpha)
+        if judged.verdict is not Outcome.NOT_ENOUGH:
+            return replace(judged, bounds=found)
+        parts = [each for each in parts_of(self.rule, tally) if each.name not in self._kept]
+        reasons = (_describe(part.name, self.rule, tally, found) for part in parts)
+        return Judgement(Outcome.NOT_ENOUGH, (self._still_needed(tally, parts), *reasons), found)
+
+    def _still_needed(self, tally: Tally, parts: list[Part]) -> str:
+        """Return after how many more it would pass if nothing of them was wrong."""
+        n = tally.compared
+        more = [_more_until(part, self._alpha) for part in parts if part.name[0] != "p"]
+        most = max([*more, self.rule.least - n, 0])
+        if most:
+            return f"{n} compared; {most} more are needed if none of them differs or fails"
+        if self._answered(tally) < self.rule.least:
+            return (
+                f"the candidate has answered {tally.candidate.clients} requests and the live "
+                f"version {tally.live.clients}; expected {self.rule.least} each"
+            )
+        return f"{n} compared, and {tally.timings} timed: more are needed to tell how long it takes"
+
+    def noise_every(self, tally: Tally) -> int:
+        """Return one in how many requests the live version is to answer twice, by what is known.
+
+        Each one at first; then a few, until something differs that noise has not explained yet.
+        """
+        is_known = "excess" in self._kept and (tally.noise_differs or not tally.differs)
+        is_odd = tally.differs or tally.noise_differs
+        in_doubt = tally.pairs.total() < FEW_PAIRS or (is_odd and not is_known)
+        return 1 if in_doubt and self.rule.labels is None else NOISE_EVERY
 
 
-def first_look(rule: Rule) -> int:
-    """Return how many must be compared before a candidate without any difference can pass."""
-    low, high = 1, 1
-    while not _could_pass(high, rule):
-        low, high = high, 2 * high
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if _could_pass(middle, rule) else (middle + 1, high)
-    return max(rule.least, high)
+def _more_until(part: Part, alpha: float) -> int:
+    """Return how many faultless requests a part lacks until it is shown to be kept."""
+    return bisect_left(range(_MOST_MORE), True, key=lambda more: part.is_kept(alpha, more))
 
 
-def _could_pass(n: int, rule: Rule) -> bool:
-    alpha = (1 - rule.confidence) / 2
-    return _deciding(rule, Tally(), alpha, n, 0, 0).high <= rule.allowed
-
-
-def _deciding(rule: Rule, tally: Tally, alpha: float, n: int, of_noise: int, noise: int) -> Bound:
-    """Return the share that the rule is about, were `n` compared and nothing more differed."""
-    if rule.labels is not None:
-        return share(tally.compared - tally.labels_agree, n, alpha)
-    return excess(tally.differs, n, of_noise, noise, alpha)
-
-
-def _missing(rule: Rule, tally: Tally, bounds: dict[str, Bound]) -> list[str]:
-    """Return what has not been shown, latency left out."""
-    missing = []
-    if _high(rule, bounds) > rule.allowed:
-        missing.append(_describe(rule, tally, bounds))
-    failures = bounds["failures"]
-    # Where the live version fails, too, one of both has the more of them by chance.
-    seen = failures.low if tally.live.failed else failures.estimate
-    if seen > rule.failures:
-        missing.append(_describe_failures(rule, tally))
-    return missing
-
-
-def _slow(rule: Rule, tally: Tally, bounds: dict[str, Bound]) -> list[str]:
-    """Return what has not been seen of latency; of few answers, a percentile may be anything."""
-    timed = min(sum(side.times.counts) for side in (tally.live, tally.candidate))
-    if rule.p99 < math.inf and timed < rule.least:
-        return [f"{timed} latencies of both were measured, expected {rule.least}"]
-    is_slow = bounds["p99Ratio"].estimate > rule.p99
-    return [_describe_p99(rule, bounds["p99Ratio"])] if is_slow else []
-
-
-def _shown(rule: Rule, tally: Tally, bounds: dict[str, Bound]) -> list[str]:
-    """Return all that was wanted, with what was seen."""
-    return [
-        _describe(rule, tally, bounds),
-        _describe_failures(rule, tally),
-        _describe_p99(rule, bounds["p99Ratio"]),
-    ]
-
-
-def _shown_worse(rule: Rule, tally: Tally, bounds: dict[str, Bound]) -> list[str]:
-    """Return in what the candidate is worse than the rule allows, beyond the chance of a bound."""
-    worse = []
-    low = bounds["excess"].low if rule.labels is None else 1 - bounds["labels"].high
-    if low > rule.allowed:
-        worse.append(_describe(rule, tally, bounds))
-    if bounds["failures"].low > rule.failures:
-        worse.append(_describe_failures(rule, tally))
-    if bounds["p99Ratio"].low > rule.p99:
-        worse.append(_describe_p99(rule, bounds["p99Ratio"]))
-    return worse
-
-
-def _high(rule: Rule, bounds: dict[str, Bound]) -> float:
-    return bounds["excess"].high if rule.labels is None else 1 - bounds["labels"].low
-
-
-def _describe(rule: Rule, tally: Tally, bounds: dict[str, Bound]) -> str:
-    n = tally.compared
-    if rule.labels is not None:
-        low, high = _share(bounds["labels"].low), _share(bounds["labels"].high)
-        return (
-            f"labels agree in {tally.labels_agree} of {n}, {low} to {high} of all; expected "
-            f"{_percent(rule.labels)} or more. {tally.differs} answers differ in something"
-        )
-    low, high = _share(bounds["excess"].low), _share(bounds["excess"].high)
-    return (
-        f"{tally.differs} of {n} answers differ, and {tally.noise_differs} of {tally.noise} of the "
-        f"live version from its own: {low} to {high} more; allowed are {_percent(rule.allowed)}"
-    )
-
-
-def _describe_failures(rule: Rule, tally: Tally) -> str:
-    return (
-        f"the candidate failed at {tally.candidate.failed} of {tally.candidate.total} requests, "
-        f"the live version at {tally.live.failed} of {tally.live.total}; allowed are "
-        f"{_percent(rule.failures)} more"
-    )
-
-
-def _describe_p99(rule: Rule, ratio: Bound) -> str:
-    if math.isinf(rule.p99):
-        return "its latency is judged once it answers"
-    return (
-        f"p99 of the candidate's latency is {ratio.estimate:.2f} times the live version's, "
-        f"{ratio.low:.2f} to {ratio.high:.2f}; allowed are {rule.p99:g}"
-    )
-
-
-def _share(value: float) -> str:
-    return f"{100 * max(0.0, value):.2f} %"
+def _describe(name: str, rule: Rule, tally: Tally, bounds: dict[str, Bound]) -> str:
+    """Return in a sentence what is known of one part of the rule."""
+    ends = f"{100 * bounds[name].low:.2f} to {100 * bounds[name].high:.2f} %"
+    n, live, own = tally.compared, tally.live, tally.candidate
+    return {
+        "labels": f"labels agree in {tally.labels_agree} of {n}, {ends} of all; expected are "
+        f"{rule.expect} or more. {tally.differs} answers differ in something",
+        "excess": f"{tally.differs} of {n} answers differ, and {tally.noise_differs} of "
+        f"{tally.noise} of the live version from its own: {ends} more; allowed are "
+        f"{_percent(rule.disagreement)} and a tenth of its own",
+        "failures": f"the candidate failed at {own.failed} of {own.total} requests, the live "
+        f"version at {live.failed} of {live.total}: {ends} more; allowed are "
+        f"{_percent(rule.failures)}",
+        "p50": f"p50: the candidate takes more than {rule.p50:g} times as long at {ends} of the "
+        f"requests, of {tally.timings} timed; expected less than half",
+        "p99": f"p99: {ends} more of the requests take the candidate longer than {rule.p99:g} "
+        f"times the live version's p99, of {tally.timings} timed; expected fewer",
+    }[name]

@@ -1,10 +1,15 @@
-"""Copies of live predictions → the candidate, and the answers to both → what was found.
+"""Copies of answered predictions → the other version, and the answers of both → what was found.
 
-A copy is taken when the live answer has been given out, and costs no client anything: it waits in a
-queue of its own, bounded in number and bytes, for a worker of the candidate that has nothing to do,
-and not while requests wait for the live version. It has a deadline of its own and is never tried
-again; what finds no room is dropped and counted. One of ten goes to the live version a second time,
-in a batch of its own: what then differs is the noise that the candidate is measured against.
+A copy is taken when its answer has been given out, and costs no client anything: it waits in a
+queue of its own, bounded in number and bytes, for a worker that has nothing to do, and not while
+requests wait for the live version. It has a deadline of its own and is never tried again; what
+finds no room is dropped and counted. What was answered as one batch is copied as one: a candidate
+that mixes up the rows of a batch is right about each of them alone.
+
+One request of ten, and each one while there is doubt, is asked once more, alone, of both versions.
+How often the live version's two answers differ is the noise that the candidate is measured against.
+Where the candidate's differ that counts as a difference, too: its answers depend on what else it is
+asked.
 """
 
 from __future__ import annotations
@@ -12,16 +17,17 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from time import monotonic
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from modelyard.serve.control.registry import ModelVersion
 from modelyard.serve.dataplane import wire
 from modelyard.serve.dataplane.call import PREDICT, Call, Reply, Stream
 from modelyard.serve.dataplane.pool import Pool
+from modelyard.serve.dataplane.wire import Payload
 from modelyard.serve.dataplane.worker import Worker
 from modelyard.serve.errors import StreamBroken
 
@@ -29,44 +35,61 @@ if TYPE_CHECKING:
     from modelyard.plugins.ops.rollout.trial import Trial
 
 MOST_COPIES = 64
+"""Copies that wait or run, beyond which no further batch is taken."""
 MOST_BYTES = 32 << 20
-"""Most bytes of all copies that wait or run, their live answers included."""
+"""Most bytes of all copies that wait or run, their answers included."""
 MOST_COPY_BYTES = 8 << 20
-"""Most bytes of one copy."""
+"""Most bytes of one batch."""
 WAIT_S = 10.0
 """Time after which a copy is not worth running any more."""
 LEAST_RUN_S = 5.0
-"""Least time that a copy may run, however fast the live version was."""
+"""Least time that a copy may run, however fast its answer was."""
 SLOWER = 50
-"""Times as long as the live version's own answer that a copy may run."""
-NOISE_EVERY = 10
-PUMP_EVERY_S = 0.02
+"""Times as long as its answer took that a copy may run."""
+PUMP_EVERY_S = 0.1
 _NOT_COPIED = wire.DESCRIBE | wire.STREAM | wire.EXPLAIN | wire.SHARES
 
 
-@dataclass(frozen=True)
-class Copy:
+class Copy(NamedTuple):
     """A request that was answered, and its answer."""
 
-    request_id: str
     head: bytes
     parts: tuple[bytes, ...]
     flags: int
     rows: int
-    live: Reply
+    reply: Reply
     took_s: float
-    """Time that the live version took, from the whole body to its answer."""
-    since: float
+    """Time from the whole body to its answer."""
     size: int
 
+    @property
+    def request_id(self) -> str:
+        """The id as the client or the server named the request."""
+        fields = wire.unpack_meta(self.head)
+        return fields[2].decode("latin-1") if len(fields) > 2 else ""
 
-class Run(NamedTuple):
-    """A copy in a worker."""
 
-    worker: Worker
-    copy: Copy
-    is_candidate: bool
+@dataclass(eq=False, slots=True)
+class CopyBatch:
+    """Copies that wait for a worker, or run in one, as one batch."""
+
+    copies: Sequence[Copy]
+    for_candidate: bool
+    """Whether the candidate runs them; else the live version."""
     since: float
+    """When it was made, and then when it began to run."""
+    first: CopyBatch | None = None
+    """Batch that its only copy was in before; None where it is asked for the first time."""
+    then: CopyBatch | None = None
+    """What runs when it has ended."""
+    worker: Worker = field(init=False)
+    sinks: Sequence[asyncio.Future[Reply]] = ()
+    done: asyncio.Future[list[Reply | BaseException]] = field(init=False)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all of them."""
+        return sum(copy.size for copy in self.copies)
 
 
 def place(salt: str, key: str) -> float:
@@ -101,118 +124,108 @@ class Canary:
         return self._candidate if place(self._salt, id) < self._share else self._live
 
 
-class Sampler:
-    """Draws a share of what comes: one of each as many, at a place by chance."""
-
-    def __init__(self, share: float, draw: Callable[[], float] = random.random) -> None:
-        self._share = share
-        self._draw = draw
-        self._seen = 0.0
-        self._taken = 0
-        self._at = draw()
-
-    def take(self) -> bool:
-        """Return whether this one is among them."""
-        self._seen += self._share
-        if self._seen <= self._taken + self._at:
-            return False
-        self._taken += 1
-        self._at = self._draw()
-        return True
-
-
 class Shadow:
-    """Copies a share of one version's predictions to another. Lives on the event loop.
+    """Copies a share of one version's predictions to the other. Lives on the event loop.
 
     Args:
-        live: version whose answers clients get.
-        candidate: what runs the copies.
-        share: share of the live version's answers, above 0 and at most 1.
+        live: version that is measured by, and whose requests go first.
+        candidate: version that is measured.
+        share: share of the answers that are copied, above 0 and at most 1.
         findings: what takes what was found.
+        is_own: whether the candidate's own answers to clients are copied to the live version, in
+            place of the live version's to the candidate.
     """
 
     def __init__(
-        self, live: ModelVersion, candidate: ModelVersion, share: float, findings: Trial
-    ) -> None:
+        self, live: ModelVersion, candidate: ModelVersion, share: float, findings: Trial,
+        is_own: bool = False,
+    ) -> None:  # fmt: skip
         self._live = live
         self._candidate = candidate
-        self._sampler = Sampler(share)
+        self._is_own = is_own
+        self._share = share
         self._findings = findings
         self._loop = asyncio.get_running_loop()
-        self._queue: deque[Copy] = deque()
-        self._running: dict[asyncio.Future[Reply], Run] = {}
+        self._queues: dict[bool, deque[CopyBatch]] = {True: deque(), False: deque()}
+        """Whether the candidate runs them → what waits."""
+        self._running: list[CopyBatch] = []
         self._held = 0
         """Bytes of all copies."""
         self._count = 0
-        self._again: Copy | None = None
-        """Copy that the live version is to answer a second time."""
-        self._since_noise = NOISE_EVERY
+        self.noise_every = 1
+        """One copy in so many is asked again; the judge says how many."""
+        self._since_noise = self.noise_every
         self._soon: asyncio.Handle | None = None
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer = self._loop.call_later(PUMP_EVERY_S, self._tick)
         self._is_stopped = False
-        live.pool.on_answer = (*live.pool.on_answer, self.offer)
+        self._source = candidate.pool if is_own else live.pool
+        self._source.on_answer = (*self._source.on_answer, self.offer)
 
     def stop(self) -> None:
         """Copy nothing more, and forget what waits."""
         self._is_stopped = True
-        pool = self._live.pool
+        pool = self._source
         pool.on_answer = tuple(each for each in pool.on_answer if each != self.offer)
         for handle in (self._soon, self._timer):
             if handle is not None:
                 handle.cancel()
-        while self._queue:
-            self._let_go(self._queue.popleft())
-        self._forget_again()
+        for queue in self._queues.values():
+            while queue:
+                self._let_go(queue.popleft())
 
-    def offer(self, job: Call, reply: Reply) -> None:
-        """Copy a request that was answered just now, if it is drawn and there is room."""
-        if job.kind != PREDICT or job.flags & _NOT_COPIED or not self._sampler.take():
+    def offer(self, answered: Sequence[tuple[Call, Reply]]) -> None:
+        """Copy a batch that was answered just now, if it is drawn and there is room."""
+        first = answered[0][0]
+        if first.kind != PREDICT or first.flags & _NOT_COPIED or random.random() >= self._share:
             return
-        if isinstance(reply.body, Stream):
-            self._findings.dropped("stream")
+        if self._is_own and any(reply.status >= 500 for _, reply in answered):
+            return  # clients' failures are counted where they are answered
+        if reason := self._why_not(answered):
+            self._findings.dropped(reason, len(answered))
             return
-        size = sum(map(len, job.parts)) + len(reply.body)
-        if reason := self._why_not(size):
-            self._findings.dropped(reason)
-            return
-        parts = tuple(map(bytes, job.parts))  # the connection goes on with its buffers
-        fields, now = wire.unpack_meta(job.head), monotonic()
-        id = fields[2].decode("latin-1") if len(fields) > 2 else ""
-        took_s = now - job.queued_at
-        copy = Copy(id, job.head, parts, job.flags, job.rows, reply, took_s, now, size)
-        self._queue.append(copy)
-        self._hold(size)
-        self._since_noise += 1
-        if self._since_noise >= NOISE_EVERY and self._again is None:
-            self._again, self._since_noise = copy, 0
-            self._hold(size)
+        now, copies = monotonic(), []
+        for job, reply in answered:
+            parts = tuple(map(bytes, job.parts))  # the connection goes on with its buffers
+            took_s, size = now - job.queued_at, _size(job, reply)
+            copies.append(Copy(job.head, parts, job.flags, job.rows, reply, took_s, size))
+        batch = CopyBatch(copies, not self._is_own, now)
+        self._put(batch)
+        self._since_noise += len(copies)
+        if self._since_noise >= self.noise_every:
+            self._since_noise = 0
+            again = [random.choice(copies)]
+            here, there = (
+                CopyBatch(again, side, now, batch) for side in (not self._is_own, self._is_own)
+            )
+            if random.random() < 0.5:
+                batch.then = here  # in the same worker, mostly
+            else:
+                self._put(here)  # beside it, where two workers are idle
+            if not self._queues[there.for_candidate]:  # whoever answers clients has time
+                self._put(there)
         self._wake()
 
-    def _why_not(self, size: int) -> str:
+    def _why_not(self, answered: Sequence[tuple[Call, Reply]]) -> str:
+        if self._count >= MOST_COPIES:
+            return "full"
+        if any(isinstance(reply.body, Stream) for _, reply in answered):
+            return "stream"
+        size = sum(_size(*each) for each in answered)
         if size > MOST_COPY_BYTES:
             return "large"
-        if self._count >= MOST_COPIES or self._held + size > MOST_BYTES:
-            return "full"
-        return "busy" if self._is_live_busy else ""
+        return "full" if self._held + size > MOST_BYTES else ""
 
-    @property
-    def _is_live_busy(self) -> bool:
-        return self._live.batchers[PREDICT].queued > 0
+    def _put(self, batch: CopyBatch) -> None:
+        self._queues[batch.for_candidate].append(batch)
+        self._hold(len(batch.copies), batch.size)
 
-    def _hold(self, size: int) -> None:
+    def _let_go(self, batch: CopyBatch) -> None:
+        self._hold(-len(batch.copies), -batch.size)
+
+    def _hold(self, count: int, size: int) -> None:
+        self._count += count
         self._held += size
-        self._count += 1
         self._live.pool.budget.bodies += size
-
-    def _let_go(self, copy: Copy) -> None:
-        self._held -= copy.size
-        self._count -= 1
-        self._live.pool.budget.bodies -= copy.size
-
-    def _forget_again(self) -> None:
-        if self._again is not None:
-            copy, self._again = self._again, None
-            self._let_go(copy)
 
     # -- running -------------------------------------------------------------------------------
 
@@ -226,65 +239,86 @@ class Shadow:
         self._soon = None
         now = monotonic()
         self._end_late(now)
-        if not self._is_live_busy:
-            for worker in _idle(self._candidate.pool):
-                if not self._queue:
+        is_busy = self._live.batchers[PREDICT].queued > 0
+        for for_candidate, queue in self._queues.items():
+            pool = self._candidate.pool if for_candidate else self._live.pool
+            for worker in _idle(pool) if queue and not is_busy else ():
+                if not queue:
                     break
-                self._run(worker, self._queue.popleft(), is_candidate=True)
-            idle = next(_idle(self._live.pool), None)
-            if idle is not None and self._again is not None:
-                copy, self._again = self._again, None
-                self._run(idle, copy, is_candidate=False)
-        while self._queue and now - self._queue[0].since > WAIT_S:
-            self._let_go(self._queue.popleft())
-            self._findings.dropped("late")
-        if self._again is not None and now - self._again.since > WAIT_S:
-            self._forget_again()
-        has_work = self._queue or self._running or self._again is not None
-        if self._timer is None and has_work:
-            self._timer = self._loop.call_later(PUMP_EVERY_S, self._pump_later)
+                self._run(worker, queue.popleft(), now)
+            while queue and now - queue[0].since > WAIT_S:
+                batch = queue.popleft()
+                self._let_go(batch)
+                if batch.first is None:
+                    self._findings.dropped("late", len(batch.copies))
 
-    def _pump_later(self) -> None:
-        self._timer = None
+    def _tick(self) -> None:
+        self._timer = self._loop.call_later(PUMP_EVERY_S, self._tick)
         self._pump()
 
-    def _run(self, worker: Worker, copy: Copy, is_candidate: bool) -> None:
-        sink: asyncio.Future[Reply] = self._loop.create_future()
-        self._running[sink] = Run(worker, copy, is_candidate, monotonic())
-        sink.add_done_callback(self._ended)
-        worker.run_aside(copy.head, copy.parts, copy.flags, sink, copy.rows)
+    def _run(self, worker: Worker, batch: CopyBatch, now: float) -> None:
+        batch.worker, batch.since = worker, now
+        batch.sinks = [self._loop.create_future() for _ in batch.copies]
+        self._running.append(batch)
+        batch.done = asyncio.gather(*batch.sinks, return_exceptions=True)
+        batch.done.add_done_callback(lambda _: self._ended(batch))
+        pairs = zip(batch.copies, batch.sinks, strict=True)
+        worker.run_aside([(*copy[:3], sink, copy.rows) for copy, sink in pairs])
 
     def _end_late(self, now: float) -> None:
-        """End copies that take far longer than the live version took."""
-        for sink, run in self._running.items():
-            if sink.done() or now - run.since <= max(LEAST_RUN_S, SLOWER * run.copy.took_s):
+        """End copies that take far longer than their answers took."""
+        for batch in self._running:
+            took_s = now - batch.since
+            if took_s <= max(LEAST_RUN_S, *(SLOWER * copy.took_s for copy in batch.copies)):
                 continue
-            if run.is_candidate:
-                sink.set_exception(TimeoutError(f"no answer within {now - run.since:.1f} s"))
-                run.worker.condemn()  # it may hang for good
-            else:
+            for sink in batch.sinks:
+                if not sink.done() and batch.for_candidate:
+                    sink.set_exception(TimeoutError(f"no answer within {took_s:.1f} s"))
                 sink.cancel()
+            if batch.for_candidate:
+                batch.worker.condemn()  # it may hang for good
 
-    def _ended(self, sink: asyncio.Future[Reply]) -> None:
-        """Take what became of a copy; one that is cancelled gave way to a request."""
-        worker, copy, is_candidate, _ = self._running.pop(sink)
-        self._let_go(copy)
-        error = None if sink.cancelled() else sink.exception()
+    def _ended(self, batch: CopyBatch) -> None:
+        """Take what became of a batch; what is cancelled gave way to a request."""
+        self._running.remove(batch)
+        self._let_go(batch)
         if self._is_stopped:
             return
-        findings = self._findings
-        if isinstance(error, StreamBroken):
-            findings.dropped("stream")
-        elif not is_candidate:
-            if not sink.cancelled() and error is None:
-                findings.repeated(copy, sink.result())
-        elif sink.cancelled() or (error is not None and worker.is_closing):
-            findings.dropped("interrupted")  # a worker that is ended here has made no error
-        elif error is not None:
-            findings.failed(copy, error)
-        else:
-            findings.compared(copy, sink.result())
+        if batch.then is not None:
+            self._put(batch.then)
+        findings, outcomes = self._findings, batch.done.result()
+        # A worker that is ended here has made no error.
+        is_judged = batch.for_candidate and not batch.worker.is_closing
+        pairs: list[tuple[Copy, Reply, Reply]] = []
+        for copy, outcome in zip(batch.copies, outcomes, strict=True):
+            if isinstance(outcome, Reply):
+                pair = (outcome, copy.reply) if self._is_own else (copy.reply, outcome)
+                pairs.append((copy, *pair))
+            elif isinstance(outcome, StreamBroken):
+                findings.dropped("stream")
+            elif isinstance(outcome, asyncio.CancelledError) or not is_judged:
+                findings.dropped("interrupted", batch.first is None)
+            elif len(batch.copies) > 1:  # one of them may be what kills it, as of clients' requests
+                self._put(CopyBatch([copy], True, monotonic()))
+            else:
+                findings.failed(copy, outcome)
+        if (first := batch.first) is None:
+            findings.compared(pairs, self._is_own)
+        elif batch.for_candidate == self._is_own:  # its first answer went to a client
+            self._repeated(batch, batch.copies[0].reply)
+        else:  # which may still run, in another worker
+            at = first.copies.index(batch.copies[0])
+            first.done.add_done_callback(lambda done: self._repeated(batch, done.result()[at]))
         self._wake()
+
+    def _repeated(self, batch: CopyBatch, first: Reply | BaseException) -> None:
+        (again,) = batch.done.result()
+        if isinstance(first, Reply) and isinstance(again, Reply):
+            self._findings.repeated(batch, first, again)
+
+
+def _size(job: Call, reply: Reply) -> int:
+    return sum(map(len, job.parts)) + len(cast(Payload, reply.body))
 
 
 def _idle(pool: Pool) -> Iterator[Worker]:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import math
 from base64 import b64encode
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from time import monotonic
 from typing import Any
 
 from modelyard.plugins.ops.rollout.answers import (
-    Answer,
     Comparison,
     NotCompared,
     Verdict,
@@ -21,12 +19,13 @@ from modelyard.plugins.ops.rollout.answers import (
     both,
     read_tolerance,
 )
-from modelyard.plugins.ops.rollout.bounds import Bound
 from modelyard.plugins.ops.rollout.comparer import Comparer
+from modelyard.plugins.ops.rollout.evidence import Bound
+from modelyard.plugins.ops.rollout.excess import Excess
 from modelyard.plugins.ops.rollout.metrics import RolloutMetrics
 from modelyard.plugins.ops.rollout.record import Plan
-from modelyard.plugins.ops.rollout.rule import Judge, Judgement, Outcome, Rule, Tally, parse_rule
-from modelyard.plugins.ops.rollout.shadow import Copy, Shadow
+from modelyard.plugins.ops.rollout.rule import Beside, Judge, Judgement, Rule, Tally, parse_rule
+from modelyard.plugins.ops.rollout.shadow import Copy, CopyBatch, Shadow
 from modelyard.plugins.ops.rollout.watch import Watch
 from modelyard.serve.control.registry import ModelVersion
 from modelyard.serve.dataplane.call import PREDICT, Call, Reply
@@ -34,11 +33,7 @@ from modelyard.serve.dataplane.metrics import Histogram
 from modelyard.serve.dataplane.wire import Buffer
 from modelyard.serve.errors import WorkerDied
 
-LEAST_FAILURES = 3
-"""Least failures among the candidate's answers, before their share is looked at beside the rule's
-own looks."""
-QUICK_ALPHA = 0.001
-"""Chance that such a look is wrong."""
+Found = Comparison | NotCompared
 MOST_KEPT = 10
 MOST_ANSWER_BYTES = 4 << 10
 """Most bytes of an answer that are kept, from its start."""
@@ -75,49 +70,76 @@ class Trial:
         self._rule = parse_rule(plan.rule, plan.expect)
         one, other = (read_tolerance(model.folder, model.manifest) for model in (live, candidate))
         self._tolerance = both(one, other, f"{live.name} {live.version}")
-        self._tally = Tally()
+        self._tally = Tally(self._rule)
         self._worst = Worst(plan.keeps_inputs)
         self._dropped: Counter[str] = Counter()
-        self._judge = Judge(self._rule)
-        self._judged: Judgement | None = None
-        self._counted: tuple[object, ...] = ()
-        self._shadow: Shadow | None = None
-        self._watch: Watch | None = None
+        self._shadows: list[Shadow] = []
+        self._again = Excess("it answers otherwise when it is asked again, alone")
+        self._own = Excess("what clients get from it is not what the live version answers")
+        self._watch = Watch(live, candidate, self._live_p99_s)
+        self._times = Beside()
+        self._timers = partial(self._timed, False), partial(self._timed, True)
         self._is_canary = False
         self._began = monotonic()
 
     # -- phases --------------------------------------------------------------------------------
 
-    def enter(self, is_canary: bool) -> None:
-        """Begin to judge anew: as a shadow, or by what it answers beside what copies have shown.
+    def enter(self, is_canary: bool, share: float = 0.0) -> None:
+        """Begin to judge anew, with what was shown before, by copies and by a smaller canary.
 
         The workers of a shadow make way for those of the live version, so its latency says little:
         it is measured, and judged once it answers.
+
+        Args:
+            share: share of the requests that the candidate answers. Of these answers as many are
+                compared as are of the live version's.
         """
-        before, tally = self._tally, Tally()
-        self._tally = tally
+        tally = Tally(self._rule)
         if is_canary:
-            for name in ("verdicts", "labels_agree", "noise", "noise_differs"):
-                setattr(tally, name, getattr(before, name))
-        self._judge = Judge(self._rule if is_canary else replace(self._rule, p99=math.inf))
-        self._judged, self._counted, self._began = None, (), monotonic()
-        if self._plan.shadow and self._shadow is None:
-            self._shadow = Shadow(self._live, self._candidate, self._plan.shadow, self)
-        for model, side in ((self._live, tally.live), (self._candidate, tally.candidate)):
-            model.metrics.kinds[PREDICT].watcher = side.answered if is_canary else None
+            tally = replace(self._tally, live=tally.live, candidate=tally.candidate)
+        if not self._is_canary:
+            tally.slower, tally.tail = Counter(), Counter()
+        self._tally = tally
+        self._judge = Judge(self._rule, is_canary)
+        self._began = monotonic()
+        self._copy(is_canary, share)
+        for model, is_candidate in ((self._live, False), (self._candidate, True)):
+            kind, timer = model.metrics.kinds[PREDICT], self._timers[is_candidate]
+            kind.watcher = partial(tally.answered, is_candidate) if is_canary else None
+            if is_canary and timer not in model.pool.on_answer:
+                model.pool.on_answer = (*model.pool.on_answer, timer)
         self._is_canary = is_canary
-        self._watch = Watch(self._live, self._candidate, self._live_p99_s)
+        self._watch.begin()
         self._candidate.pool.heir = self._inherit if is_canary else None
 
     def stop(self) -> None:
         """Copy and count nothing more; what was found stays."""
-        if self._shadow is not None:
-            self._shadow.stop()
-            self._shadow = None
+        while self._shadows:
+            self._shadows.pop().stop()
         for model in (self._live, self._candidate):
             model.metrics.kinds[PREDICT].watcher = None
-        self._watch = None
+            others = (each for each in model.pool.on_answer if each not in self._timers)
+            model.pool.on_answer = tuple(others)
         self._candidate.pool.heir = None
+
+    def _timed(self, is_candidate: bool, answered: Sequence[tuple[Call, Reply]]) -> None:
+        """Take how long a handler had for clients' requests, beside what the other one had."""
+        for job, reply in answered:
+            if job.kind == PREDICT and reply.status < 500 and reply.handler_us:
+                both = self._times.put(is_candidate, reply.handler_us / 1e6)
+                if both is not None:
+                    self._tally.timed(*both)
+
+    def _copy(self, is_canary: bool, share: float) -> None:
+        """Copy the plan's share, of a canary's own answers as many as make up that share of all."""
+        copied, sides = self._plan.shadow, (self._live, self._candidate)
+        if copied and not self._shadows:
+            self._shadows.append(Shadow(*sides, copied, self))
+        while len(self._shadows) > 1:  # of the share before
+            self._shadows.pop().stop()
+        if copied and is_canary and share:
+            self._own = Excess(self._own.words)
+            self._shadows.append(Shadow(*sides, min(1.0, copied / share), self, is_own=True))
 
     def hand_over(self) -> None:
         """Have the live version answer what the candidate has not, and may be asked twice."""
@@ -134,7 +156,7 @@ class Trial:
         """Count a request that a worker of the candidate died with, and have it answered."""
         if job.kind != PREDICT or not job.hand_to(self._live):
             return False
-        self._tally.candidate.count(1, 1)
+        self._tally.answered(True, 500)
         return True
 
     @property
@@ -145,45 +167,25 @@ class Trial:
     # -- judging -------------------------------------------------------------------------------
 
     def judge(self) -> Judgement:
-        """Return what there is to say now."""
-        tally, is_over = self._tally, self.is_over
-        if self._is_canary and (few := self._too_few()) is not None:
-            self._judged = few
-            return few
-        counted = (tally.verdicts.total(), tally.noise, tally.candidate.total, is_over)
-        if self._judged is None or counted != self._counted:
-            self._judged, self._counted = self._judge.look(tally, is_over), counted
-        return self._judged
+        """Return what there is to say now, with its reasons where that is sure."""
+        for shadow in self._shadows:
+            shadow.noise_every = self._judge.noise_every(self._tally)
+        return self._judge.look(self._tally)
 
-    def _too_few(self) -> Judgement | None:
-        """Return that a canary has not answered enough yet; None where it has."""
-        tally = self._tally
-        answered, least = sum(tally.candidate.times.counts), self._rule.least
-        other = sum(tally.live.times.counts)
-        if min(answered, other) >= least:
-            return None
-        reason = (
-            f"the candidate has answered {answered} requests and the live version {other}; "
-            f"expected {least} each"
-        )
-        bounds = self._judged.bounds if self._judged is not None else {}
-        return Judgement(Outcome.NOT_ENOUGH, (reason,), self._rule.confidence, bounds)
+    def explain(self) -> Judgement:
+        """Return what there is to say now with bounds, and what is missing where it is not sure."""
+        return self._judge.explain(self._tally)
 
     def danger(self) -> str | None:
         """Return why the candidate must not go on; None where there is nothing."""
-        if self._watch is None:
-            return None
-        if (reason := self._watch.look()) is not None or not self._is_canary:
-            return reason
-        tally = self._tally
-        if tally.candidate.failed < LEAST_FAILURES:
-            return None
-        if tally.failures(QUICK_ALPHA).low <= self._rule.failures:
-            return None
-        return (
-            f"it failed at {tally.candidate.failed} of {tally.candidate.total} requests, the live "
-            f"version at {tally.live.failed} of {tally.live.total}"
-        )
+        return self._watch.look() or self.unsteady()
+
+    def unsteady(self) -> str | None:
+        """Return that answers beside those to copies differ; None where that is not shown."""
+        tally, allowed = self._tally, self._rule.allowed
+        found = (each.reason(tally.noise_differs, tally.noise, allowed)
+                 for each in (self._again, self._own))  # fmt: skip
+        return next(filter(None, found), None)
 
     def _live_p99_s(self) -> float:
         times = self._tally.live.times
@@ -191,56 +193,79 @@ class Trial:
 
     # -- findings ------------------------------------------------------------------------------
 
-    def compared(self, copy: Copy, reply: Reply) -> None:
-        """Take the candidate's answer to a copy."""
-        try:
-            live, answer = answer_of(copy.live), answer_of(reply)
-        except NotCompared as reason:
-            self.dropped(str(reason))
+    def compared(self, pairs: Sequence[tuple[Copy, Reply, Reply]], is_own: bool) -> None:
+        """Take what the live version and the candidate answered to copies of one batch.
+
+        Args:
+            pairs: copy, the live version's answer and the candidate's.
+            is_own: a client got the candidate's answer, and not the live version's.
+        """
+        for copy, live, candidate in pairs:
+            found = partial(self._compared, copy, live, candidate, is_own)
+            self._compare(live, candidate, self._tolerance, found)
+
+    def _compared(
+        self, copy: Copy, live: Reply, candidate: Reply, is_own: bool, found: Found
+    ) -> None:
+        if isinstance(found, NotCompared):
+            self.dropped(str(found))
             return
-        handler_us = copy.live.handler_us, reply.handler_us
-
-        def found(comparison: Comparison | NotCompared) -> None:
-            if isinstance(comparison, NotCompared):
-                self.dropped(str(comparison))
-                return
-            self._tally.add(comparison)
-            self._metrics.count("compared", comparison.verdict)
-            self._worst.add(copy.request_id, comparison, live, answer, copy.parts)
-            if not self._is_canary:  # else what clients wait for is measured
-                self._tally.live.times.observe(handler_us[0] / 1e6)
-                self._tally.candidate.times.observe(handler_us[1] / 1e6)
-
-        self._compare(live, answer, self._tolerance, found)
+        self._tally.add(found, copy.request_id)
+        self._metrics.count("compared", found.verdict)
+        if not found.agrees:
+            self._worst.add(copy.request_id, found, live, candidate, copy.parts)
+        if is_own:
+            self._own.add(self._agrees(found), found.difference)
+        elif live.handler_us and candidate.handler_us:
+            self._tally.timed(live.handler_us / 1e6, candidate.handler_us / 1e6)
 
     def failed(self, copy: Copy, error: BaseException) -> None:
         """Take what there was instead of the candidate's answer."""
         text = str(error) or type(error).__name__
-        kind = b"content-type\0text/plain"
         status = 500 if isinstance(error, WorkerDied) else 504
-        self.compared(copy, Reply(status, kind, text.encode()))
+        reply = Reply(status, b"content-type\0text/plain", text.encode())
+        self.compared([(copy, copy.reply, reply)], is_own=False)
 
-    def repeated(self, copy: Copy, reply: Reply) -> None:
-        """Take the live version's second answer to a copy."""
-        with contextlib.suppress(NotCompared):
-            live, answer = answer_of(copy.live), answer_of(reply)
-            self._compare(live, answer, self._tolerance, self._repeated)
+    def repeated(self, batch: CopyBatch, first: Reply, again: Reply) -> None:
+        """Take a version's second answer to a copy, given alone."""
+        found, tolerance = partial(self._repeated, batch, first, again), self._tolerance
+        if batch.for_candidate:  # whose answers teach nothing of the live version's
+            tolerance = replace(tolerance, subject=self._candidate.pool.plan.label)
+        self._compare(first, again, tolerance, found)
 
-    def _repeated(self, found: Comparison | NotCompared) -> None:
-        if isinstance(found, Comparison):
-            self._tally.add_noise(found)
+    def _repeated(self, batch: CopyBatch, first: Reply, again: Reply, found: Found) -> None:
+        if isinstance(found, NotCompared) or first.status >= 500:
+            return
+        if not batch.for_candidate:
+            self._tally.add_noise(found, batch.copies[0].request_id)
             self._metrics.count("noise", found.verdict)
+            return
+        if not found.agrees and batch.first is not None:
+            (copy,), others = batch.copies, len(batch.first.copies) - 1
+            than = f"beside {others} other requests than alone" if others else "the second time"
+            words = f"its answer is another {than}: {found.difference}"
+            found = replace(found, difference=words)
+            self._worst.add(copy.request_id, found, first, again, copy.parts)
+        self._again.add(self._agrees(found), found.difference)
+        self._tally.add(found)
+        self._metrics.count("compared", found.verdict)
 
-    def dropped(self, reason: str) -> None:
-        """Count a copy that was not compared."""
-        self._dropped[reason] += 1
-        self._metrics.count("shadow_dropped", reason)
+    def _agrees(self, found: Comparison) -> bool:
+        return found.agrees or (self._rule.labels is not None and found.labels_agree is True)
+
+    def dropped(self, reason: str, count: int = 1) -> None:
+        """Count copies that were not compared."""
+        if count:
+            self._dropped[reason] += count
+            self._metrics.count("shadow_dropped", reason, by=count)
 
     def to_json(self) -> dict[str, Any]:
         """Return what was found, as the management API has it."""
-        found = describe_findings(self._rule, self._tally, self._judged or self.judge())
+        found = describe_findings(self._rule, self._tally, self.explain())
         return {
             **found,
+            "again": self._again.to_json(),
+            "own": self._own.to_json(),
             "tolerance": self._tolerance.scaled,
             "dropped": dict(self._dropped),
             "worst": self._worst.to_json(),
@@ -251,9 +276,8 @@ def describe_findings(
     rule: Rule, tally: Tally | None = None, judgement: Judgement | None = None
 ) -> dict[str, Any]:
     """Return what was counted and judged, as the management API has it; of nothing, by default."""
-    tally, judgement = tally or Tally(), judgement or Judgement(Outcome.NOT_ENOUGH)
+    tally, judgement = tally or Tally(), judgement or Judgement()
     bounds = judgement.bounds
-    ratio = _bound(bounds.get("p99Ratio"))
     sides = {"live": tally.live, "candidate": tally.candidate}
     return {
         "rule": str(rule),
@@ -261,13 +285,11 @@ def describe_findings(
         "compared": tally.compared,
         "verdicts": {str(name): count for name, count in sorted(tally.verdicts.items())},
         "noise": {"compared": tally.noise, "differs": tally.noise_differs},
+        **dict.fromkeys(("again", "own"), Excess("").to_json()),
         "dropped": {},
-        "bounds": {
-            **{name: _bound(bounds.get(name)) for name in BOUNDS},
-            "p99Ratio": ratio["estimate"],
-            "p99RatioBounds": ratio,
-        },
-        "judgement": judgement.to_json(),
+        "bounds": {name: _bound(bounds.get(name)) for name in BOUNDS},
+        "judgement": {"verdict": str(judgement.verdict), "reasons": list(judgement.reasons),
+                      "confidence": rule.confidence},
         "latency": {name: {f"p{percent}": _quantile(side.times, percent) for percent in (50, 99)}
                     for name, side in sides.items()},
         "answered": {name: {"requests": side.total, "failed": side.failed}
@@ -276,54 +298,18 @@ def describe_findings(
     }  # fmt: skip
 
 
-BOUNDS = ("disagreement", "noise", "excess", "failures", "labels")
+BOUNDS = ("disagreement", "noise", "excess", "failures", "labels", "p50", "p99")
 
 
 def _bound(bound: Bound | None) -> dict[str, float | None]:
-    values = bound._asdict() if bound is not None else dict.fromkeys(Bound._fields)
-    return {name: _finite(value) for name, value in values.items()}
+    return bound._asdict() if bound is not None else dict.fromkeys(Bound._fields)
 
 
 def _quantile(times: Histogram, percent: int) -> float | None:
-    return _finite(times.quantile(percent / 100)) if sum(times.counts) else None
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
+    return times.quantile(percent / 100) if sum(times.counts) else None
 
 
 # -- the worst differences, for a person to see -------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Difference:
-    """A request that two versions answered differently."""
-
-    request_id: str
-    at: datetime
-    comparison: Comparison
-    live: dict[str, Any]
-    """The answer as `shown` has it."""
-    candidate: dict[str, Any]
-    input: dict[str, Any] | None = None
-    """The request's body; None where inputs are not kept."""
-
-    @property
-    def rank(self) -> tuple[bool, float]:
-        """What is worse is larger: another label, then what no tolerance helps, then by size."""
-        return self.comparison.labels_agree is False, self.comparison.scaled
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as the management API has it."""
-        found = {
-            "requestId": self.request_id,
-            "at": self.at.isoformat(timespec="milliseconds"),
-            "verdict": str(self.comparison.verdict),
-            "difference": self.comparison.difference,
-            "live": self.live,
-            "candidate": self.candidate,
-        }
-        return found if self.input is None else found | {"input": self.input}
 
 
 class Worst:
@@ -337,13 +323,17 @@ class Worst:
     def __init__(self, keep_inputs: bool = False, most: int = MOST_KEPT) -> None:
         self._keep_inputs = keep_inputs
         self._most = most
-        self._kept: list[Difference] = []
+        self._kept: list[tuple[tuple[bool, float], dict[str, Any]]] = []
+        """Rank and difference, the worst first. What is worse ranks higher: another label, then
+        what no tolerance helps, then by size."""
 
     def add(
-        self, request_id: str, found: Comparison, live: Answer, candidate: Answer,
+        self, request_id: str, found: Comparison, live: Reply, candidate: Reply,
         body: Sequence[Buffer] = (),
     ) -> None:  # fmt: skip
         """Keep two answers if they differ and are among the worst; of equals, the earlier ones.
+
+        A request has one place, for the worst of its differences.
 
         Args:
             request_id: id as the client or the server named the request.
@@ -354,23 +344,35 @@ class Worst:
         """
         if found.verdict not in (Verdict.DIFFERS, Verdict.CANDIDATE_FAILED):
             return
-        new = Difference(request_id[:200], datetime.now(UTC), found, {}, {})
-        if len(self._kept) >= self._most and new.rank <= self._kept[-1].rank:
-            return
-        new = replace(new, live=shown(live), candidate=shown(candidate))
+        rank, id = (found.labels_agree is False, found.scaled), request_id[:200]
+        last = next((each for each in self._kept if each[1]["requestId"] == id), None)
+        if last is None and len(self._kept) >= self._most:
+            last = self._kept[-1]
+        if last is not None:
+            if rank <= last[0]:
+                return
+            self._kept.remove(last)
+        new = {
+            "requestId": id,
+            "at": datetime.now(UTC).isoformat(timespec="milliseconds"),
+            "verdict": str(found.verdict),
+            "difference": found.difference,
+            "live": shown(live),
+            "candidate": shown(candidate),
+        }
         if self._keep_inputs:
-            new = replace(new, input=_cut(b"".join(body), MOST_INPUT_BYTES))
-        self._kept.append(new)
-        self._kept.sort(key=lambda each: each.rank, reverse=True)
-        del self._kept[self._most :]
+            new["input"] = _cut(b"".join(body), MOST_INPUT_BYTES)
+        self._kept.append((rank, new))
+        self._kept.sort(key=lambda each: each[0], reverse=True)
 
     def to_json(self) -> list[dict[str, Any]]:
-        """Return what is kept, the worst first."""
-        return [each.to_json() for each in self._kept]
+        """Return what is kept as the management API has it, the worst first."""
+        return [each for _, each in self._kept]
 
 
-def shown(answer: Answer) -> dict[str, Any]:
+def shown(reply: Reply) -> dict[str, Any]:
     """Return an answer for people: status, type, and its text or its bytes in base64."""
+    answer = answer_of(reply)
     kind = answer.headers.get("content-type", "")
     return {"status": answer.status, "type": kind[:200], **_cut(answer.body, MOST_ANSWER_BYTES)}
 

@@ -24,12 +24,8 @@ HUNG_S = 5.0
 SLOWER = 20
 """Times the live version's 99th percentile that a request may take."""
 MEMORY_EVERY_S = 2.0
-SETTLED_S = 30.0
-"""Time in which memory grows as caches fill; what it grows by afterwards counts."""
-GROWTH = 0.5
-"""Share of its size when it had settled that a worker may grow by, if that is more than the
-next."""
 GROWTH_BYTES = 256 << 20
+"""Least growth of a worker, beyond its size at first and beyond the live version's largest."""
 
 
 class Watch:
@@ -46,13 +42,16 @@ class Watch:
         self._live = live
         self._candidate = candidate
         self._live_p99_s = live_p99_s
-        self._restarts = _restarts(candidate.pool)
-        self._golden_at = monotonic() + GOLDEN_EVERY_S
         self._failure = ""
-        self._began = monotonic()
         self._memory_at = 0.0
-        self._settled: dict[int, int] = {}
-        """Bytes by process, when it had settled."""
+        self._first: dict[int, int] = {}
+        """Bytes of a process when it was looked at first, in whatever state."""
+        self.begin()
+
+    def begin(self) -> None:
+        """Count anew what a state may have few of; a worker that grows has grown in all states."""
+        self._restarts = _restarts(self._candidate.pool)
+        self._golden_at = monotonic() + GOLDEN_EVERY_S
 
     def look(self) -> str | None:
         """Return why the candidate must not answer any more; None where there is nothing."""
@@ -66,7 +65,8 @@ class Watch:
         return self._failure or self._hung(now) or self._grown(now)
 
     def _hung(self, now: float) -> str | None:
-        limit = max(HUNG_S, SLOWER * self._live_p99_s())
+        waits = self._live.batchers[PREDICT].oldest_s
+        limit = max(HUNG_S, SLOWER * self._live_p99_s(), waits)
         jobs = [job for worker in self._candidate.pool.workers for job in worker.flight.values()]
         taken = (job.taken_at for job in jobs if job.kind == PREDICT and job.stream is None)
         longest = now - min(taken, default=now)
@@ -87,7 +87,8 @@ class Watch:
         if (worker := next(idle, None)) is None:
             return
         self._golden_at = now + GOLDEN_EVERY_S
-        worker.run_aside(wire.pack_meta((b"", b"", b"golden")), [b""], wire.GOLDEN, self)
+        head = wire.pack_meta((b"", b"", b"golden"))
+        worker.run_aside([(head, [b""], wire.GOLDEN, self, 0)])
 
     def done(self) -> bool:
         """Return False: it takes every reply."""
@@ -109,24 +110,32 @@ class Watch:
     # -- memory --------------------------------------------------------------------------------
 
     def _grown(self, now: float) -> str | None:
-        """Return that a worker grows and grows, while those of the live version do not."""
-        if now < self._memory_at or now - self._began < SETTLED_S:
+        """Return that a worker has come to be twice as large, and larger than the live version's.
+
+        Those have answered the same requests, and for longer.
+        """
+        if now < self._memory_at:
             return None
         self._memory_at = now + MEMORY_EVERY_S
-        most = max(map(self._growth, self._live.pool.workers), default=0)
+        most = max(map(_bytes_of, self._live.pool.workers), default=0)
         for worker in self._candidate.pool.workers:
-            grown = self._growth(worker)
-            size = self._settled.get(worker.pid, 0)
-            if grown > max(GROWTH * size, GROWTH_BYTES) and grown > 2 * most:
-                return f"worker {worker.number} has grown by {grown >> 20} MB from {size >> 20} MB"
+            if not (size := _bytes_of(worker)):
+                continue
+            first = self._first.setdefault(worker.pid, size)
+            if size - first > max(first, GROWTH_BYTES) and size > most + GROWTH_BYTES:
+                return (
+                    f"worker {worker.number} has grown from {first >> 20} MB to {size >> 20} MB; "
+                    f"the live version's largest has {most >> 20} MB"
+                )
         return None
 
-    def _growth(self, worker: Worker) -> int:
-        try:
-            size = int(psutil.Process(worker.pid).memory_info().rss) if worker.is_ready else 0
-        except psutil.Error:
-            return 0
-        return size - self._settled.setdefault(worker.pid, size) if size else 0
+
+def _bytes_of(worker: Worker) -> int:
+    """Return the memory of a worker; 0 where it is not ready or gone."""
+    try:
+        return int(psutil.Process(worker.pid).memory_info().rss) if worker.is_ready else 0
+    except psutil.Error:
+        return 0
 
 
 def _restarts(pool: Pool) -> int:

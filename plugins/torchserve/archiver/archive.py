@@ -4,8 +4,9 @@ The archive has TorchServe's keys only: no digests, no golden requests. Facts: `
 """
 
 import argparse
+import glob
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -17,15 +18,9 @@ from modelyard.archiver.untrusted import names
 from modelyard.archiver.untrusted.container import MAX_ENTRIES, SUFFIXES
 from modelyard.archiver.untrusted.names import quoted as quote
 from modelyard.archiver.write import write_plan
-from modelyard.plugins.torchserve.archiver.extra_files import expand_extra_files
 
 # What `--archive-format` says → how we call it.
-FORMATS = {
-    "default": "zip-deflate",
-    "tgz": "tgz",
-    "no-archive": "no-archive",
-    "zip-store": "zip-store",
-}
+FORMATS = {"default": "zip-deflate"} | {each: each for each in ("tgz", "no-archive", "zip-store")}
 
 BUILTIN_HANDLERS = (
     *("base_handler", "text_classifier", "image_classifier", "object_detector"),
@@ -35,6 +30,11 @@ BUILTIN_HANDLERS = (
 _LSP_HANDLERS = ("BaseHandler", "TorchScriptHandler")
 
 _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_\-.]*$")
+
+_EXTRA = "extra file"
+
+_LEFT_OUT = ("__MACOSX", "__pycache__")
+_WILDCARDS = frozenset("*?[")
 
 Warn = Callable[[str], None]
 """Called with one line for the user."""
@@ -189,3 +189,65 @@ def _manifest(config: ModelArchiverConfig) -> Manifest:
         archiver_version=ARCHIVER_VERSION,
         **named,
     )
+
+
+# -- `--extra-files` → files and their names in the archive ---------------------------------------
+
+
+def expand_extra_files(text: str, keep_tree: bool, warn: Warn) -> list[Part]:
+    """Find the files of a comma list of files, wildcards, folders and FILE=NAME.
+
+    A folder's content lands at the archive's root with its sub-folders; with `keep_tree`, under
+    the folder's own name.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CannotArchive: a folder holds something that is neither a file nor a folder, or a link
+            that leads out of it.
+    """
+    parts: list[Part] = []
+    for piece in filter(None, (piece.strip() for piece in text.split(","))):
+        for path, name in _matches(piece, warn):
+            if path.is_dir():
+                parts += folder_parts(path, path.resolve().name if keep_tree else "")
+            else:
+                parts.append(Part(name or path.name, path, _EXTRA))
+    return parts
+
+
+def _matches(piece: str, warn: Warn) -> Iterator[tuple[Path, str | None]]:
+    """Yield the paths that a piece names, with the name to pack them under, if it says so."""
+    if Path(piece).exists():
+        yield Path(piece), None
+    elif _WILDCARDS & set(piece):
+        found = sorted(glob.glob(piece))  # noqa: PTH207 (a pattern may be an absolute path)
+        if not found:
+            warn(f"Given wildcard pattern did not match any file: {piece}")
+        yield from ((Path(path), None) for path in found)
+    else:
+        path, equals, name = piece.rpartition("=")
+        if not equals or not Path(path).is_file():
+            raise FileNotFoundError(f"--extra-files: File does not exist: {piece}")
+        yield Path(path), name
+
+
+def folder_parts(folder: Path, prefix: str = "") -> Iterator[Part]:
+    """Yield the files below a folder, sorted, without those that tools leave there.
+
+    Raises:
+        CannotArchive: one is neither a file nor a folder, or a link that leads out.
+    """
+    yield from _below(folder, folder.resolve(), f"{prefix}/" if prefix else "")
+
+
+def _below(folder: Path, root: Path, prefix: str) -> Iterator[Part]:
+    for path in sorted(folder.iterdir()):
+        if not path.resolve().is_relative_to(root):
+            raise CannotArchive(f"{path} is a link that leads out of {root.name}; name its target")
+        if path.is_dir():
+            if path.name not in _LEFT_OUT and not path.name.startswith("."):
+                yield from _below(path, root, f"{prefix}{path.name}/")
+        elif path.is_file():
+            yield Part(prefix + path.name, path, _EXTRA)
+        else:
+            raise CannotArchive(f"{path} is neither a file nor a folder")

@@ -55,13 +55,8 @@ def _parser() -> argparse.ArgumentParser:
         required=True,
         help="FILE.py, FILE:function, or a built-in name, as image_classifier",
     )
-    add("--serialized-file", help="weights: .pt, .pth, TorchScript, .onnx, …")
-    add("--model-file", help="Python file with the model's class, for a state dict")
-    add(
-        "--extra-files",
-        help="comma-separated files, wildcards and folders (their content lands at the archive's "
-        "root); FILE=NAME packs a file under another name",
-    )
+    for flags, text in _FILES.items():
+        add(*flags.split(), help=text)
     add("--keep-tree", action="store_true", help="folders of --extra-files keep their own name")
     add("--runtime", default="python", choices=RUNTIMES, help="default: %(default)s")
     add("--export-path", default=".", help="folder for the archive; default: this one")
@@ -73,14 +68,22 @@ def _parser() -> argparse.ArgumentParser:
         "no-archive: a folder",
     )
     add("--force", "-f", action="store_true", help="replace an archive that exists")
-    add("--requirements-file", "-r", help="what the handler imports, as pip reads it")
-    add("--config-file", "-c", help="the model's configuration, in YAML")
     add(
         "--check",
         action="store_true",
         help="load the model in a worker's process first; write nothing when that fails",
     )
     return parser
+
+
+_FILES = {
+    "--serialized-file": "weights: .pt, .pth, TorchScript, .onnx, …",
+    "--model-file": "Python file with the model's class, for a state dict",
+    "--extra-files": "comma-separated files, wildcards and folders (their content lands at the "
+    "archive's root); FILE=NAME packs a file under another name",
+    "--requirements-file -r": "what the handler imports, as pip reads it",
+    "--config-file -c": "the model's configuration, in YAML",
+}
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """The command `modelyard migrate`."""
 
-from __future__ import annotations
-
 import json
 import os
 import textwrap
@@ -18,7 +16,7 @@ from modelyard.base.terminal import err, format_bytes, out, plain_table
 from modelyard.serve.cli import known_errors
 
 if TYPE_CHECKING:
-    from modelyard.plugins.torchserve.migrate.models import Finding, Report
+    from modelyard.plugins.torchserve.migrate.examine import Finding, Report
 
 MOST_INDENT = 24
 """Widest column of what stands beside a key or model; a longer one has a line of its own."""
@@ -81,11 +79,11 @@ def migrate(
             lambda text: status.update(f"looking at {text}"),
         )
     if json_output:
-        out.print_json(json.dumps({"can_move": not report.fails, **asdict(report)}))
+        out.print_json(json.dumps({"can_move": not report.count("fails"), **asdict(report)}))
     else:
         for part in _for_people(report):
             out.print(part)
-    if report.fails:
+    if report.count("fails"):
         raise typer.Exit(1)
 
 
@@ -96,28 +94,25 @@ WORDS = {
 }
 
 
-def _for_people(report: Report) -> Iterator[Table | Text]:
+def _for_people(report: "Report") -> Iterator[Table | Text]:
     for status, (heading, style) in WORDS.items():
         if found := [each for each in report.findings if each.status == status]:
             yield Text(heading, style=style)
             yield from _lines(found)
             yield Text()
     if report.models:
-        columns = ("model", "left"), ("file", "left"), *((each, "right") for each in COUNTS)
-        table = plain_table(*columns)
+        counts = ((each, "right") for each in ("workers", "batch", "memory"))
+        table = plain_table(("model", "left"), ("file", "left"), *counts)
         for model in report.models:
             memory = ("" if model.is_measured else "~") + format_bytes(model.memory_bytes)
-            counts = str(model.workers), str(model.batch_size), memory
-            table.add_row(f"{model.name} {model.version}", model.file, *counts)
+            name, workers = f"{model.name} {model.version}", str(model.workers)
+            table.add_row(name, model.file, workers, str(model.batch_size), memory)
         yield table
         yield Text()
     yield Text(", ".join(f"{report.count(each)} {words}" for each, (words, _) in WORDS.items()))
 
 
-COUNTS = ("workers", "batch", "memory")
-
-
-def _lines(findings: Sequence[Finding]) -> Iterator[Text]:
+def _lines(findings: Sequence["Finding"]) -> Iterator[Text]:
     """Yield findings, subject by subject; lines are as long as the terminal is wide."""
     width = min(MOST_INDENT, max(len(each.subject) for each in findings))
     indent, before = " " * (width + 4), ""

@@ -18,7 +18,6 @@ import httpx
 import pytest
 
 from modelyard.archiver import write_archive
-from modelyard.plugins.torchserve.inference import has_tensors
 from modelyard.plugins.torchserve.settings import TorchServeSettings
 from modelyard.serve.front.models import EXTENSIONS
 from modelyard.serve.settings import Address
@@ -376,7 +375,7 @@ def test_bodies_are_the_handlers_unless_the_protocol_is_on(
         directory=tmp_path, inference_address=address, management_address=address,
         metrics_address=address, ts_open_inference_protocol=oip, service_envelope=envelope,
     )  # fmt: skip
-    assert has_tensors(settings) is reads
+    assert settings.has_tensors is reads
 
 
 def test_a_client_may_choose_a_uuid_as_its_request_id(client: httpx.Client) -> None:

@@ -50,7 +50,7 @@ def test_each_logger_has_its_file_and_form(
     logging.getLogger("serve.any").warning("first\nsecond")
     access_log = written.lines("ACCESS_LOG")
     assert access_log is not None
-    log_access = access_log.writer(access_line)
+    log_access = access_log(access_line)
     client = ("127.0.0.1", 51998)
     log_access(Answered(client, "GET", "/ping?x=1", 200, 0.0021, "id", 2, None, ""))
     log_access(Answered(client, "GET", "/ping?x=1", LEFT, 0.0021, "id", 0, None, ""))
@@ -78,7 +78,7 @@ def test_lines_of_one_millisecond_keep_their_order_in_each_file(
 ) -> None:
     lines_of = written.lines("TS_METRICS")
     assert lines_of is not None
-    write = lines_of.writer(lambda second, value: (f"a {value}", f"b {value}"))
+    write = lines_of(lambda second, value: (f"a {value}", f"b {value}"))
     for number in range(1000):
         write(number)
     written.close()

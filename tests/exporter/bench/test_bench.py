@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,9 @@ from modelyard.archiver.signature import parse_inputs
 from modelyard.exporter import UsageError, export
 from modelyard.exporter.bench.child import read_joules
 from modelyard.exporter.bench.cli import app
-from modelyard.exporter.bench.measure import bench
-from modelyard.exporter.bench.plan import (
+from modelyard.exporter.bench.measure import (
     Plan,
+    bench,
     choose_batches,
     choose_subjects,
     fix_sizes,
@@ -262,12 +262,12 @@ def test_text_of_a_report_cannot_end_the_script(report: BenchReport) -> None:
 
 def test_the_machine_is_described() -> None:
     machine = describe_machine()
-    assert machine.cores >= 1
-    assert machine.memory_bytes > 2**28
-    assert machine.versions["torch"] == torch.__version__.partition("+")[0] or (
-        machine.versions["torch"] == torch.__version__
+    assert machine["cores"] >= 1
+    assert machine["memory_bytes"] > 2**28
+    assert machine["versions"]["torch"] == torch.__version__.partition("+")[0] or (
+        machine["versions"]["torch"] == torch.__version__
     )
-    json.dumps(asdict(machine), allow_nan=False)
+    json.dumps(machine, allow_nan=False)
 
 
 def test_batches_are_one_and_the_largest_proven_unless_asked() -> None:

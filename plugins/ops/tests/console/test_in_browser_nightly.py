@@ -267,7 +267,7 @@ def test_a_whole_roll_out_by_the_pages_buttons(visitor: Visitor, server: LiveSer
         page.find("#file").choose("digits-2.0.mar")
         page.find("#shadow").type("100%")
         page.find("#canary").type("50")
-        page.find("#rule").type("p99<=1000")
+        page.find("#rule").type("p50<=1000, p99<=1000")
         page.find("form[action$=start] button").click()
         page.shows("has begun", timeout_s=60)
         page.shows("pass", "#live h2", timeout_s=120)

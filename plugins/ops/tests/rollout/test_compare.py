@@ -237,7 +237,7 @@ def test_a_quantised_answer_without_labels_agrees_by_its_error() -> None:
         (200, 400, Verdict.CANDIDATE_FAILED),
         (400, 503, Verdict.CANDIDATE_FAILED),
         (500, 200, Verdict.LIVE_FAILED),
-        (503, 503, Verdict.LIVE_FAILED),
+        (503, 503, Verdict.BOTH_FAILED),
         (400, 400, Verdict.EQUAL),
         (400, 413, Verdict.DIFFERS),
         (400, 200, Verdict.DIFFERS),

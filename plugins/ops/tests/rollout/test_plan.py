@@ -17,7 +17,7 @@ from modelyard.plugins.ops.rollout.record import (
     parse_plan,
     parse_time,
 )
-from modelyard.plugins.ops.rollout.shadow import Canary, Sampler, place
+from modelyard.plugins.ops.rollout.shadow import Canary, place
 from modelyard.serve.control.registry import Registry
 from modelyard.serve.control.saved import read_models, read_notes, write_models
 from modelyard.serve.control.state import StateDir
@@ -66,13 +66,6 @@ def test_a_request_is_on_the_same_side_always_and_sides_are_as_large_as_said() -
     assert len(of_a_user) == 1
     other = [id for id in IDS if place("another salt", id) < 0.1]
     assert len(first & set(other)) < 100
-
-
-@pytest.mark.parametrize("share", [0.01, 0.05, 0.3, 1.0])
-def test_as_many_are_drawn_as_said(share: float) -> None:
-    sampler = Sampler(share)
-    drawn = [sampler.take() for _ in range(10_000)]
-    assert sum(drawn) == pytest.approx(10_000 * share, abs=1)
 
 
 def record(state: State = State.CANARY) -> Record:

@@ -12,10 +12,18 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from modelyard.archiver import write_archive
 from modelyard.plugins.ops.rollout.cli import rollout_app
-from tests.serve.live import LiveServer, build_archive, poll, running, start_server
+from tests.serve.live import (
+    LiveServer,
+    build_archive,
+    make_notes_folder,
+    poll,
+    running,
+    start_server,
+)
 
-QUICK = "disagreement<=40%, least 5, confidence 80%, p99<=1000"
+QUICK = "disagreement<=40%, failures<=40%, least 5, confidence 80%, p50<=1000, p99<=1000"
 """A rule that a few requests are enough for."""
 
 
@@ -108,12 +116,20 @@ def test_a_version_goes_from_shadow_to_default_and_back(shared_server: LiveServe
         answer = server.management.request(method, f"/models/{path}")
         assert answer.status_code in (403, 409), answer.text
     assert server.register(two).status_code == 409
+    for version in ("1.0", "2.0"):  # nobody would answer what is sent to it
+        answer = server.management.put(f"/models/rolled/{version}", params={"min_worker": 0})
+        refused((answer.status_code, answer.json()), "modelyard rollout abort rolled")
     assert server.predict("rolled/2.0", "7").headers["x-model-version"] == "2.0"
 
     found = ask_until(server, lambda about: about["judgement"]["verdict"] == "pass", "it passes")
     assert found["verdicts"] == {"equal": found["compared"]}
     assert found["noise"]["compared"] >= 1
     assert found["noise"]["differs"] == 0
+    found = ask_until(server, lambda about: about["noise"]["compared"] >= 150, "enough, twice")
+    ask(server, 100)
+    more = poll(lambda: (about := status(server))["compared"] >= found["compared"] + 60 and about,
+                "the next are compared")  # fmt: skip
+    assert more["noise"]["compared"] <= found["noise"]["compared"] + 30, "one in ten is enough"
     assert done(verb(server, "promote", to="30"), "canary")["canaryShare"] == 0.3
     assert done(verb(server, "promote", to="30%"), "canary")["canaryShare"] == 0.3
     sides = ask(server, 60)
@@ -141,6 +157,15 @@ def test_a_version_goes_from_shadow_to_default_and_back(shared_server: LiveServe
     labels = {"model": "rolled", "candidate": "2.0", "verdict": "equal"}
     assert server.metric("modelyard_rollout_compared_total", **labels) >= found["compared"]
 
+    # Without copies, how long it takes is measured beside what clients of the other one wait for.
+    done(verb(server, url=two, shadow="0", canary="50"), "candidate")
+    done(verb(server, "promote", force=True), "canary")
+    found = ask_until(server, lambda about: about["latency"]["candidate"]["p50"], "it is timed")
+    assert 0 < found["latency"]["live"]["p50"] < 1
+    assert found["compared"] == 0
+    done(verb(server, "back"), "returned")
+    done(verb(server, "abort"), "aborted")
+
     # A candidate that fails is taken back, and one that is another model is not taken at all.
     bad = build(store, "4.0", "failing")
     other = build(store, "1.0", model="another")
@@ -158,6 +183,32 @@ def test_a_version_goes_from_shadow_to_default_and_back(shared_server: LiveServe
     assert ask(server, 20) == {"1.0": 20}
     assert server.metric("modelyard_rollout_returned_total", model="rolled", candidate="4.0") == 1
     done(verb(server, "abort"), "aborted")
+
+
+def test_a_candidate_that_answers_its_golden_requests_wrong_is_the_archives_fault(
+    shared_server: LiveServer, tmp_path: Path
+) -> None:
+    server, gate = shared_server, make_notes_folder() / "gate"
+    (handler := tmp_path / "moody.py").write_text(
+        "import os\n\n\ndef handle(data, context):\n"
+        f"    off = 1.5 * os.path.exists({str(gate)!r})\n"
+        "    return None if data is None else [183.25 + off for _ in data]\n"
+    )
+    (request := tmp_path / "seven.txt").write_text("7")
+    files = []
+    for version, examples in (("1.0", []), ("2.0", [f"{request}=183.25"])):
+        made = write_archive(
+            "moody", version=version, handler=str(handler), output_dir=tmp_path, examples=examples,
+            force=True,
+        )  # fmt: skip
+        files.append(made.rename(server.store / f"moody-{version}.mar").name)
+    assert server.register(files[0]).status_code == 200
+    gate.touch()
+    code, found = verb(server, url=files[1], model="moody")
+    assert (code, found["type"]) == (400, "InvalidModelException")
+    assert "expected 183.25, got 184.75;" in found["message"]
+    assert "archive it again" in found["message"]
+    assert server.management.delete("/models/moody").status_code == 200
 
 
 def all_versions(server: LiveServer) -> list[dict[str, Any]]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 
-from modelyard.plugins.ops.rollout.answers import Answer, Comparison, Verdict
+from modelyard.plugins.ops.rollout.answers import Comparison, Verdict
 from modelyard.plugins.ops.rollout.trial import MOST_ANSWER_BYTES, MOST_INPUT_BYTES, Worst, shown
+from modelyard.serve.dataplane.call import Reply
 
-JSON = {"content-type": "application/json"}
-ANSWER = Answer(200, JSON, b'{"7":0.9}')
+JSON = b"content-type\0application/json"
+ANSWER = Reply(200, JSON, b'{"7":0.9}')
 
 
 def differs(scaled: float, labels_agree: bool | None = True) -> Comparison:
@@ -40,6 +41,14 @@ def test_of_equals_the_first_stay() -> None:
     assert [each["requestId"] for each in worst.to_json()] == ["r0", "r1"]
 
 
+def test_a_request_has_one_place_for_the_worst_of_its_differences() -> None:
+    worst = Worst(most=3)
+    for id, scaled in (("r0", 0.5), ("r1", 0.4), ("r0", 0.3), ("r1", 0.9), ("r2", 0.1)):
+        worst.add(id, differs(scaled), ANSWER, ANSWER)
+    found = [(each["requestId"], each["difference"]) for each in worst.to_json()]
+    assert found == [("r1", "by 0.9"), ("r0", "by 0.5"), ("r2", "by 0.1")]
+
+
 def test_inputs_are_kept_only_when_asked() -> None:
     kept = []
     for keep in (False, True):
@@ -55,10 +64,10 @@ def test_inputs_are_kept_only_when_asked() -> None:
 
 def test_answers_and_inputs_are_cut() -> None:
     long = ("é" * MOST_ANSWER_BYTES).encode()
-    found = shown(Answer(200, JSON, b"x" + long))
+    found = shown(Reply(200, JSON, b"x" + long))
     assert len(found["text"].encode()) == MOST_ANSWER_BYTES - 1, "half a character is left out"
     assert found["bytes"] == 1 + len(long)
-    assert shown(Answer(200, {}, b"\xff\x00"))["base64"] == "/wA="
+    assert shown(Reply(200, b"", b"\xff\x00"))["base64"] == "/wA="
     worst = Worst(keep_inputs=True)
     worst.add("r" * 1000, differs(1), ANSWER, ANSWER, [bytes(2 * MOST_INPUT_BYTES)])
     (kept,) = worst.to_json()

@@ -1,7 +1,5 @@
 """Names of TorchServe that import and refuse when they are used: what they need is not served."""
 
-from __future__ import annotations
-
 from typing import Any, NoReturn
 
 from modelyard.handlers.errors import LoadError

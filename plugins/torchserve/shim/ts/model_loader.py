@@ -7,33 +7,25 @@ PYTHONPATH=<plugins/torchserve/shim>:<folder of the handler's files> python
 ...     {"name": "body", "value": b"…", "contentType": ""}]}])
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
 
 from modelyard.handlers.entry_point import find_handler, import_class
 from modelyard.handlers.errors import LoadError
-from ts.metrics.worker_metrics import WorkerMetrics
+from ts.metrics.metric_cache_yaml_impl import WorkerMetrics
 from ts.service import Service
 from ts.torch_handler.request_envelope.base import BaseEnvelope
 
 BUILT_IN = {
-    name: f"ts.torch_handler.{name}:{kind}"
-    for name, kind in {
-        "base_handler": "BaseHandler",
-        "dali_handler": "DALIHandler",
-        "dali_image_classifier": "DALIImageClassifier",
-        "image_classifier": "ImageClassifier",
-        "image_segmenter": "ImageSegmenter",
-        "object_detector": "ObjectDetector",
-        "text_classifier": "TextClassifier",
-        "text_handler": "TextHandler",
-        "trt_llm_handler": "TRTLLMHandler",
-        "vision_handler": "VisionHandler",
-        "vllm_handler": "VLLMHandler",
-    }.items()
+    place.partition(":")[0]: f"ts.torch_handler.{place}"
+    for place in (
+        *("base_handler:BaseHandler", "text_handler:TextHandler", "text_classifier:TextClassifier"),
+        *("vision_handler:VisionHandler", "image_classifier:ImageClassifier"),
+        *("image_segmenter:ImageSegmenter", "object_detector:ObjectDetector"),
+        *("dali_handler:DALIHandler", "dali_image_classifier:DALIImageClassifier"),
+        *("trt_llm_handler:TRTLLMHandler", "vllm_handler:VLLMHandler"),
+    )
 }
 """The handlers that an archive may name instead of holding one: module and class of each."""
 

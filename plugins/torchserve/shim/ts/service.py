@@ -1,7 +1,5 @@
 """A handler with its context, run without a server."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from ts.metrics.worker_metrics import WorkerMetrics
+from ts.metrics.metric_cache_yaml_impl import WorkerMetrics
 
 from modelyard.handlers.context import Context
 

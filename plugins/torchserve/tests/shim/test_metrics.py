@@ -18,10 +18,9 @@ from ts.metrics.metric_cache_errors import (
     MetricsCacheTypeError,
     MetricsCacheValueError,
 )
-from ts.metrics.metric_cache_yaml_impl import MetricsCacheYamlImpl
+from ts.metrics.metric_cache_yaml_impl import MetricsCacheYamlImpl, WorkerMetrics
 from ts.metrics.metric_type_enum import MetricTypes
 from ts.metrics.metrics_store import MetricsStore
-from ts.metrics.worker_metrics import WorkerMetrics
 
 from modelyard.handlers.context import Context
 from modelyard.handlers.metrics import MOST_RECORDS

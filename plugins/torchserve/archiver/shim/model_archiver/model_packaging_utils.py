@@ -13,9 +13,9 @@ from modelyard.archiver.write import write_plan
 from modelyard.plugins.torchserve.archiver.archive import (
     FORMATS,
     check_model_name,
+    folder_parts,
     plan_for_torchserve,
 )
-from modelyard.plugins.torchserve.archiver.extra_files import folder_parts
 
 from .model_archiver_config import ModelArchiverConfig
 from .model_archiver_error import ModelArchiverError

@@ -1,7 +1,5 @@
 """The tokens of several generated texts, as they come."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Overlap the steps of a handler on the parts of a batch."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from queue import SimpleQueue
@@ -9,15 +7,10 @@ from typing import Any
 
 HANDLER_METHODS = ("preprocess", "inference", "postprocess")
 
-# One micro-batch on its way: the queue for its answers, its index, and its data.
-_Part = tuple[SimpleQueue[Any], int, Any]
-
-
-class _Failure:
-    """What a step raised."""
-
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
+# One micro-batch that is done: its index, what a step raised, and its answers.
+_Done = tuple[int, BaseException | None, Any]
+# One on its way: the queue for its answers, its index, and its data.
+_Part = tuple[SimpleQueue[_Done], int, Any]
 
 
 class MicroBatching:
@@ -86,16 +79,16 @@ class MicroBatching:
         Raises:
             Exception: what the first failed micro-batch raised.
         """
-        answers: SimpleQueue[tuple[int, Any]] = SimpleQueue()
+        answers: SimpleQueue[_Done] = SimpleQueue()
         begins = range(0, len(data), self.micro_batch_size)
         for index, begin in enumerate(begins):
             part = data[begin : begin + self.micro_batch_size]
             self._queues["preprocess"].put((answers, index, part))
-        done = dict(answers.get() for _ in begins)
-        for index in range(len(begins)):
-            if isinstance(done[index], _Failure):
-                raise done[index].error
-        return [answer for index in range(len(begins)) for answer in done[index]]
+        done = sorted((answers.get() for _ in begins), key=lambda part: part[0])
+        for _, error, _ in done:
+            if error is not None:
+                raise error
+        return [answer for _, _, part in done for answer in part]
 
     def __call__(self, data: Sequence[Any], context: Any) -> list[Any]:
         """Answer a batch as `BaseHandler.handle` does."""
@@ -135,9 +128,9 @@ def _work(
         try:
             result = run(data)
         except BaseException as error:
-            answers.put((local.micro_batch_idx, _Failure(error)))
+            answers.put((local.micro_batch_idx, error, None))
             continue
         if following is None:
-            answers.put((local.micro_batch_idx, result))
+            answers.put((local.micro_batch_idx, None, result))
         else:
             following.put((answers, local.micro_batch_idx, result))

@@ -1,7 +1,5 @@
 """Tokens and n-grams, as torchtext makes them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 
 Tokenizer = Callable[[str], list[str]]

@@ -1,7 +1,5 @@
 """The time that a handler's steps take, as metrics."""
 
-from __future__ import annotations
-
 import functools
 import time
 from collections.abc import Callable

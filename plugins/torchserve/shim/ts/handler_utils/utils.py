@@ -1,7 +1,5 @@
 """Classes by name, and answers in parts."""
 
-from __future__ import annotations
-
 import importlib
 import os
 from collections.abc import Mapping, Sequence

@@ -1,14 +1,12 @@
 """A metric that reports each value as it comes."""
 
-from __future__ import annotations
-
 import logging
 import socket
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from modelyard.handlers.metrics import UNITS, Record
+from modelyard.handlers.metrics import UNITS, Measurement, Record
 from ts.metrics.dimension import Dimension
 from ts.metrics.metric_type_enum import MetricTypes
 
@@ -60,16 +58,9 @@ class CachingMetric:
         elif self._record is None:
             self.emit_metrics(request_id, value, dimensions)
         else:
-            self._record(
-                {
-                    "name": self.metric_name,
-                    "value": value if type(value) in (int, float) else float(value),
-                    "unit": self.unit,
-                    "type": self.metric_type.value,
-                    "dimensions": dict(zip(self.dimension_names, map(str, values), strict=True)),
-                    "request_id": request_id or None,
-                }
-            )
+            about = self.metric_name, value, self.unit, request_id, (), self.metric_type
+            labels = dict(zip(self.dimension_names, values, strict=True))
+            self._record(Measurement(*about).record(labels))
 
     def update(
         self, value: Any, request_id: str = "", dimensions: Sequence[Dimension] = ()

@@ -1,7 +1,5 @@
 """`from ts.metrics.dimension import Dimension`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

@@ -1,7 +1,5 @@
 """The metric of `MetricsStore`."""
 
-from __future__ import annotations
-
 import socket
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The methods of `context.metrics`, which are those of every handler's."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a metrics cache raises."""
 
-from __future__ import annotations
-
 import yaml
 
 

@@ -1,7 +1,5 @@
 """A metrics cache that metrics.yaml declares."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -9,17 +7,11 @@ from typing import Any
 
 import yaml
 
-from modelyard.handlers.metrics import Labels, Record
+from modelyard.handlers.context import Context
+from modelyard.handlers.metrics import Measurement, Record
+from ts.metrics import metric_cache_errors as errors
 from ts.metrics.caching_metric import CachingMetric
-from ts.metrics.metric_cache_abstract import MetricCacheAbstract
-from ts.metrics.metric_cache_errors import (
-    GeneralMetricsCacheError,
-    MetricsCacheIOError,
-    MetricsCacheKeyError,
-    MetricsCachePyYamlError,
-    MetricsCacheTypeError,
-    MetricsCacheValueError,
-)
+from ts.metrics.metric_cache_abstract import MetricCacheAbstract, Requests
 from ts.metrics.metric_type_enum import MetricTypes
 
 logger = logging.getLogger(__name__)
@@ -50,11 +42,15 @@ class MetricsCacheYamlImpl(MetricCacheAbstract):
         try:
             self._declared: Any = yaml.safe_load(Path(config_file_path).read_text("utf-8"))
         except OSError as error:
-            raise MetricsCacheIOError(f"{config_file_path} cannot be read: {error}") from error
+            raise errors.MetricsCacheIOError(
+                f"{config_file_path} cannot be read: {error}"
+            ) from error
         except yaml.YAMLError as error:
-            raise MetricsCachePyYamlError(f"{config_file_path} is not YAML: {error}") from error
+            raise errors.MetricsCachePyYamlError(
+                f"{config_file_path} is not YAML: {error}"
+            ) from error
         except UnicodeDecodeError as error:
-            raise GeneralMetricsCacheError(f"{config_file_path}: {error}") from error
+            raise errors.GeneralMetricsCacheError(f"{config_file_path}: {error}") from error
 
     def initialize_cache(self) -> None:
         """Declare the file's `model_metrics`.
@@ -66,9 +62,11 @@ class MetricsCacheYamlImpl(MetricCacheAbstract):
         try:
             declared = self._declared["model_metrics"]
         except (KeyError, TypeError) as error:
-            raise MetricsCacheKeyError("metrics.yaml has no section model_metrics") from error
+            raise errors.MetricsCacheKeyError(
+                "metrics.yaml has no section model_metrics"
+            ) from error
         if not declared:
-            raise MetricsCacheValueError("model_metrics of metrics.yaml is empty")
+            raise errors.MetricsCacheValueError("model_metrics of metrics.yaml is empty")
         self.declare(declared)
 
     def declare(self, model_metrics: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
@@ -82,12 +80,16 @@ class MetricsCacheYamlImpl(MetricCacheAbstract):
                 metric_type = MetricTypes(kind)
             except ValueError as error:
                 known = ", ".join(known.value for known in MetricTypes)
-                raise MetricsCacheKeyError(f"{kind!r} is not a type; known are {known}") from error
+                raise errors.MetricsCacheKeyError(
+                    f"{kind!r} is not a type; known are {known}"
+                ) from error
             for metric in metrics or ():
                 try:
                     name, unit, dimensions = metric["name"], metric["unit"], metric["dimensions"]
                 except KeyError as error:
-                    raise MetricsCacheKeyError(f"{metric} of {kind} lacks {error}") from error
+                    raise errors.MetricsCacheKeyError(
+                        f"{metric} of {kind} lacks {error}"
+                    ) from error
                 self.add_metric_to_cache(name, unit, dimensions, metric_type)
 
     def add_metric_to_cache(
@@ -129,34 +131,55 @@ class MetricsCacheYamlImpl(MetricCacheAbstract):
             metric: CachingMetric = self.cache[metric_type][metric_name]
             return metric
         except KeyError as error:
-            raise MetricsCacheKeyError(
+            raise errors.MetricsCacheKeyError(
                 f"there is no {metric_type.value} {metric_name!r}; declare it first with "
                 "add_metric_to_cache, or report it with add_metric"
             ) from error
 
-    def _report(
-        self,
-        name: str,
-        value: Any,
-        unit: str,
-        request_id: str | None,
-        dimensions: Labels,
-        kind: Any,
-    ) -> None:
-        named = self.labels(dimensions, request_id)
+    def _report(self, measured: Measurement) -> None:
+        named, kind = self.labels(measured), measured.kind
         if isinstance(kind, str):
             kind = MetricTypes(kind)
         try:
-            metric = self.get_metric(name, kind)
-        except MetricsCacheKeyError:
-            metric = self.add_metric_to_cache(name, unit, list(named), kind)
-        metric.add_or_update(value, list(named.values()), request_id)
+            metric = self.get_metric(measured.name, kind)
+        except errors.MetricsCacheKeyError:
+            metric = self.add_metric_to_cache(measured.name, measured.unit, list(named), kind)
+        metric.add_or_update(measured.value, list(named.values()), measured.request_id)
 
     def cache_keys(self) -> list[str]:
         """List what is declared, as `type:name`."""
         return [f"{kind.value}:{name}" for kind, metrics in self.cache.items() for name in metrics]
 
 
+class WorkerMetrics(MetricsCacheYamlImpl):
+    """A metrics cache that keeps every value until the worker's loop takes them.
+
+    Args:
+        context: context whose requests the values are about.
+        declared: `model_metrics` of the server's metrics.yaml, None without one.
+    """
+
+    def __init__(
+        self, context: Context, declared: Mapping[str, Sequence[Mapping[str, Any]]] | None
+    ) -> None:
+        self._context = context
+        MetricCacheAbstract.__init__(self, model_name=context.model_name)
+        self.declare(declared or {})
+
+    @property  # the loop changes the context's requests with every batch
+    def request_ids(self) -> Requests:
+        """The requests of the current batch."""
+        return self._context.request_ids
+
+    @request_ids.setter
+    def request_ids(self, value: Requests) -> None:
+        pass
+
+    def record(self, record: Record) -> None:
+        """Keep a value for `drain`."""
+        self.records.append(record)
+
+
 def _check_type(name: str, value: object, expected: type[Any]) -> None:
     if not isinstance(value, expected):
-        raise MetricsCacheTypeError(f"{name} is {value!r}; expected a {expected.__name__}")
+        raise errors.MetricsCacheTypeError(f"{name} is {value!r}; expected a {expected.__name__}")

@@ -1,9 +1,6 @@
 """The metrics of TorchServe up to 0.6, which unit tests of handlers still use."""
 
-from __future__ import annotations
-
-from typing import Any
-
+from modelyard.handlers.metrics import Measurement
 from ts.metrics.dimension import Dimension
 from ts.metrics.metric import Metric
 from ts.metrics.metric_cache_abstract import MetricCacheAbstract
@@ -17,15 +14,8 @@ class MetricsStore(MetricCacheAbstract):
         model_name: the dimension `ModelName`.
     """
 
-    def _report(
-        self,
-        name: str,
-        value: Any,
-        unit: str,
-        request_id: Any,
-        dimensions: Any,
-        kind: Any,
-    ) -> None:
+    def _report(self, measured: Measurement) -> None:
+        name, value, unit, request_id, dimensions, _ = measured
         if dimensions and not isinstance(dimensions, list):
             raise ValueError(f"dimensions is {dimensions!r}; expected a list of Dimension")
         level = [Dimension("Level", "Error")]

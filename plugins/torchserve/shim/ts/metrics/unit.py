@@ -1,7 +1,5 @@
 """The names that units have in output."""
 
-from __future__ import annotations
-
 from modelyard.handlers.metrics import UNITS
 
 

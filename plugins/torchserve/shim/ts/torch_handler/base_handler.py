@@ -1,7 +1,5 @@
 """`from ts.torch_handler.base_handler import BaseHandler`."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import logging
@@ -11,6 +9,7 @@ import tempfile
 import time
 from abc import ABC
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -107,11 +106,16 @@ class BaseHandler(ABC):  # noqa: B024  authors ask isinstance(…, ABC)
         """Answer a batch: predict, explain or describe, as the first request's headers say."""
         return self._handle(data, context, self._predict)
 
-    def _predict(self, data: Any) -> Any:
-        inputs = self.preprocess(data)
+    def _predict(self, data: Any, marked: Callable[[str], Any] = nullcontext) -> Any:
+        with marked("preprocess"):
+            inputs = self.preprocess(data)
         if self._is_explain():
-            return self.explain_handle(inputs, data)
-        return self.postprocess(self.inference(inputs))
+            with marked("explain"):
+                return self.explain_handle(inputs, data)
+        with marked("inference"):
+            output = self.inference(inputs)
+        with marked("postprocess"):
+            return self.postprocess(output)
 
     def _handle(self, data: Any, context: Context, predict: Callable[[Any], Any]) -> list[Any]:
         begin = time.perf_counter()
@@ -171,16 +175,7 @@ class BaseHandler(ABC):  # noqa: B024  authors ask isinstance(…, ABC)
             self.profiler_args["on_trace_ready"] = profiler.tensorboard_trace_handler(str(traces))
             _log.info("traces of %s go to %s", name, traces)
         with profiler.profile(**self.profiler_args) as profile:
-            with profiler.record_function("preprocess"):
-                inputs = self.preprocess(data)
-            if self._is_explain():
-                with profiler.record_function("explain"):
-                    output = self.explain_handle(inputs, data)
-            else:
-                with profiler.record_function("inference"):
-                    output = self.inference(inputs)
-                with profiler.record_function("postprocess"):
-                    output = self.postprocess(output)
+            output = self._predict(data, profiler.record_function)
         return output, profile
 
     def _load_model(self, folder: str, model_file: str | None) -> Any:

@@ -1,7 +1,5 @@
 """`from ts.torch_handler.image_classifier import ImageClassifier`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

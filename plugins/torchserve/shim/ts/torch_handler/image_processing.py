@@ -1,7 +1,5 @@
 """Pictures → tensors, as the built-in image handlers of TorchServe make them with torchvision."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np
@@ -9,7 +7,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from modelyard.handlers.tasks.pictures import ImageSettings, colour_table, to_size
+from modelyard.handlers.tasks.pictures import ImageSettings, colour_table, normalise, to_size
 
 ToTensor = Callable[[Image.Image], Tensor]
 """What authors put as `image_processing`."""
@@ -28,5 +26,4 @@ class ImageProcessing:
     def __call__(self, image: Image.Image) -> Tensor:
         """Return the values (3, H, W) of a picture."""
         pixels = np.asarray(to_size(image.convert("RGB"), self.settings))
-        channels = [table[pixels[:, :, c]] for c, table in enumerate(self._table)]
-        return torch.from_numpy(np.stack(channels))
+        return torch.from_numpy(normalise(pixels, self._table))

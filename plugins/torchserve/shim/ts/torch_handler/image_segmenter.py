@@ -1,7 +1,5 @@
 """`from ts.torch_handler.image_segmenter import ImageSegmenter`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`from ts.torch_handler.object_detector import ObjectDetector`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

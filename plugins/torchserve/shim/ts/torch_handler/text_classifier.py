@@ -1,7 +1,5 @@
 """`from ts.torch_handler.text_classifier import TextClassifier`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`from ts.torch_handler.text_handler import TextHandler`."""
 
-from __future__ import annotations
-
 import functools
 import re
 import string
@@ -45,9 +43,7 @@ _CONTRACTIONS = _IRREGULAR | {
 }
 
 
-@functools.cache
-def _contraction() -> re.Pattern[str]:
-    return re.compile("|".join(map(re.escape, _CONTRACTIONS)), re.IGNORECASE)
+_CONTRACTION = re.compile("|".join(map(re.escape, _CONTRACTIONS)), re.IGNORECASE)
 
 
 class TextHandler(BaseHandler):
@@ -116,7 +112,7 @@ class TextHandler(BaseHandler):
         def expand(match: re.Match[str]) -> str:
             return match[0][0] + _CONTRACTIONS[match[0].lower()][1:]
 
-        return _contraction().sub(expand, text).replace("'", "")
+        return _CONTRACTION.sub(expand, text).replace("'", "")
 
     def _remove_accented_characters(self, text: str) -> str:
         return unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode("ascii")

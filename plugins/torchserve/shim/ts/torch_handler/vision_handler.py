@@ -1,7 +1,5 @@
 """`from ts.torch_handler.vision_handler import VisionHandler`."""
 
-from __future__ import annotations
-
 import base64
 import functools
 import io

@@ -1,7 +1,5 @@
 """Token → index."""
 
-from __future__ import annotations
-
 
 class Vocabulary(dict[str, int]):
     """A vocabulary in which unknown tokens have the index of "<unk>", if that is in it."""

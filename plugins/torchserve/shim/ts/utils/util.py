@@ -1,7 +1,5 @@
 """Labels, classes of a module, and what else handlers take from `ts.utils.util`."""
 
-from __future__ import annotations
-
 import enum
 import functools
 import inspect

@@ -1,7 +1,5 @@
 """What every envelope has."""
 
-from __future__ import annotations
-
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The envelope `body`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The envelope `json`: TensorFlow Serving's {"instances": […]} and {"predictions": […]}."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The envelope `kserve`: KServe's first protocol."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The envelope `kservev2`: the Open Inference Protocol."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

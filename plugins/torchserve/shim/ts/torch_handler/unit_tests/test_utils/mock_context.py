@@ -1,7 +1,5 @@
 """`from ts.torch_handler.unit_tests.test_utils.mock_context import MockContext`."""
 
-from __future__ import annotations
-
 import uuid
 from pathlib import Path
 from typing import Any
