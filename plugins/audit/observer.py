@@ -46,7 +46,6 @@ class Audit:
     routers: Sequence[APIRouter] = ()
 
     def __init__(self, host: Host) -> None:
-        self._lifecycle = host.lifecycle
         self._state = host.lifecycle.policy.state
         self._registry = host.lifecycle.registry
         self._trail: Trail | None = None
@@ -81,7 +80,6 @@ class Audit:
         self._append("the server", "started", served=served[:100], versions=len(served))
         self._known = self._look()
         registry.notes[NOTE] = self._note
-        self._lifecycle.save()
 
     async def stop(self) -> None:
         """Write that the server ends, in good order."""

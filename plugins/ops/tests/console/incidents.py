@@ -168,7 +168,7 @@ INCIDENTS = {
     "memory leak": Incident(leak, "memory of predict 1", "leaking", ["MB, it had"]),
     "overload": Incident(flood, "refusals", "flooded", ["more came than", "up to 2 requests"]),
     "slow model": Incident(slow, "slower", "slowed", ["is usual", "slowed 1.0"]),
-    "returned": Incident(have_returned, "returned", "returned 2.0", ["it failed at"]),
+    "returned": Incident(have_returned, "returned", "returned 2.0", ["failed at"]),
     "promoted": Incident(have_promoted, "promoted", "promoted 2.0",
                          ["default: promoted by", "Worst differences"]),
     "errors": Incident(raise_errors, "errors", "raising", ["the price list is empty"]),
