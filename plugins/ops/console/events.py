@@ -84,7 +84,7 @@ class Events:
         self.is_open = False
         """Whether versions that come are worth an event: at the start they all do."""
         self._restarts: dict[tuple[Key, str], int] = {}
-        self._storms: dict[Key, deque[float]] = {}
+        self._storms: dict[tuple[Key, str], deque[float]] = {}
         self._going_on: dict[tuple[Key, str], Event] = {}
         self._settled: dict[int, int] = {}
 
@@ -118,7 +118,8 @@ class Events:
     def told(self, event: Mapping[str, Any]) -> None:
         """Take what others tell of."""
         name, version = event["model"], event["version"]
-        place = f"{place_of(name, version)}{event.get('page', '')}" if version else "/log"
+        there = event["live"]["version"] if event["kind"] == "aborted" else version
+        place = f"{place_of(name, there)}{event.get('page', '')}" if version else "/log"
         self.add(event["kind"], (name, version), event["text"], place)
 
     # -- what is found in readings ---------------------------------------------------------------
@@ -141,7 +142,10 @@ class Events:
             why = model.pool.why_none if model.pool.slots else None
             self._follow(key, "no worker", why is not None, why or "", "")
         known = {(each.name, each.version) for each in watch.models}
-        for table in (self._restarts, self._going_on):
+        tables: tuple[dict[tuple[Key, str], Any], ...] = (
+            self._restarts, self._going_on, self._storms
+        )  # fmt: skip
+        for table in tables:
             for at in [each for each in table if each[0] not in known]:
                 del table[at]
 
@@ -166,7 +170,7 @@ class Events:
             self._settled = {pid: size for pid, size in self._settled.items() if pid in memory}
 
     def _count_restart(self, key: Key) -> None:
-        times = self._storms.setdefault(key, deque(maxlen=STORM))
+        times = self._storms.setdefault((key, ""), deque(maxlen=STORM))
         times.append(self._now())
         if len(times) == STORM and times[-1] - times[0] <= STORM_S:
             self.add("restart storm", key, f"{STORM} restarts in {times[-1] - times[0]:.0f} s",
