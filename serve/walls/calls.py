@@ -63,6 +63,31 @@ _DENIED = {
     "io_uring_register": (427, 427),
 }
 """Name → number on each architecture."""
+_WATCHING = {"inotify_init": (253, -1), "inotify_init1": (294, 26), "inotify_add_watch": (254, 27)}
+"""What names files that others make, whatever rights there are on them: refused, too."""
+_METADATA = {
+    "chmod": (90, -1),
+    "fchmodat": (268, 53),
+    "fchmodat2": (452, 452),
+    "chown": (92, -1),
+    "lchown": (94, -1),
+    "fchownat": (260, 54),
+    "utime": (132, -1),
+    "utimes": (235, -1),
+    "futimesat": (261, -1),
+    "utimensat": (280, 88),
+    "setxattr": (188, 5),
+    "lsetxattr": (189, 6),
+    "setxattrat": (463, 463),
+    "removexattr": (197, 14),
+    "lremovexattr": (198, 15),
+    "removexattrat": (466, 466),
+}
+"""What changes a file by its path, which Landlock does not see: done without effect. Libraries copy
+modes and times with every file, and fail where that does. By a descriptor it is as it was: that was
+opened through Landlock."""
+_AFFINITY = (203, 122)
+"""sched_setaffinity of the caller; of any other without effect, since libraries pin threads."""
 _OF_ITSELF = {
     "prlimit64": (302, 261, 0),
     "sched_setparam": (142, 118, 0),
@@ -102,7 +127,7 @@ def is_supported() -> bool:
     return False
 
 
-def restrict(has_network: bool) -> None:
+def restrict(has_network: bool, has_metadata: bool = False) -> None:
     """Refuse, from now on, what no handler needs and what reaches other processes.
 
     Refused calls fail with EPERM. The thread that calls this must be the only one. no_new_privs
@@ -110,11 +135,13 @@ def restrict(has_network: bool) -> None:
 
     Args:
         has_network: whether sockets may be made; else there are but socket pairs.
+        has_metadata: whether modes, owners and times of files may be changed by their paths: the
+            process runs as a user of its own, or its files are left as they are.
 
     Raises:
         OSError: the kernel takes no filter.
     """
-    code = b"".join(_program(platform.machine(), has_network, os.getpid()))
+    code = b"".join(_program(platform.machine(), has_network, has_metadata, os.getpid()))
     instructions = ctypes.create_string_buffer(code, len(code))
     header = struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(instructions))
     column, _ = _ARCHITECTURES[platform.machine()]
@@ -122,7 +149,7 @@ def restrict(has_network: bool) -> None:
     syscall(_SECCOMP[column], _SET_MODE_FILTER, _SPEC_ALLOW, header)
 
 
-def _program(machine: str, has_network: bool, pid: int) -> Program:
+def _program(machine: str, has_network: bool, has_metadata: bool, pid: int) -> Program:
     """Return the filter; what no part of it answers is allowed."""
     column, architecture = _ARCHITECTURES[machine]
     program = [
@@ -131,8 +158,12 @@ def _program(machine: str, has_network: bool, pid: int) -> Program:
         _load(_NUMBER_AT),
         *_if(_IF_AT_LEAST, _X32, [_refuse()]),
     ]
-    for numbers in _DENIED.values():
-        program += _if(_IF_EQUAL, numbers[column], [_refuse()])
+    for numbers in (*_DENIED.values(), *_WATCHING.values()):
+        program += _if(_IF_EQUAL, numbers[column], [_refuse()]) if numbers[column] >= 0 else []
+    for numbers in () if has_metadata else _METADATA.values():
+        program += _if(_IF_EQUAL, numbers[column], [_refuse(0)]) if numbers[column] >= 0 else []
+    others = [_load_argument(0), *_among((0, pid), [_allow()]), _refuse(0)]
+    program += _if(_IF_EQUAL, _AFFINITY[column], others)
     # Its flags lie in memory, where no filter looks; libraries then take `clone`.
     program += _if(_IF_EQUAL, _CLONE3[column], [_refuse(errno.ENOSYS)])
     program += _if(

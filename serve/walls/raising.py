@@ -84,7 +84,7 @@ def raise_walls(walls: Walls) -> None:
     if landlock.version():
         landlock.restrict(None if walls.has_files else _rules(walls))
     if calls.is_supported():
-        calls.restrict(walls.has_network)
+        calls.restrict(walls.has_network, walls.has_files or walls.uid is not None)
 
 
 def _set_limits(walls: Walls) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from modelyard.serve.walls import calls, landlock
 
-ALLOWED, REFUSED = 0x7FFF0000, 0x00050001
+ALLOWED, REFUSED, DONE = 0x7FFF0000, 0x00050001, 0x00050000
 
 
 def judge(machine: str, has_network: bool, number: int, *arguments: int) -> int:
@@ -24,7 +24,8 @@ def judge(machine: str, has_network: bool, number: int, *arguments: int) -> int:
     architecture = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}[machine]
     words = [*arguments, *(0,) * (6 - len(arguments))]
     data = struct.pack("=IIQ6Q", number, architecture, 0, *words)
-    program = [struct.unpack("HBBI", each) for each in calls._program(machine, has_network, 77)]
+    built = calls._program(machine, has_network, False, 77)
+    program = [struct.unpack("HBBI", each) for each in built]
     at = value = 0
     while True:
         code, if_true, if_false, operand = program[at]
@@ -62,6 +63,14 @@ def test_the_filter_judges_alike_on_both_architectures(machine: str) -> None:
     stream, raw, cloexec = 1, 3, 0o2000000
     for numbers in calls._DENIED.values():
         assert judge(machine, True, numbers[column]) == REFUSED
+    for numbers, verdict in (
+        *((numbers, REFUSED) for numbers in calls._WATCHING.values()),
+        *((numbers, DONE) for numbers in calls._METADATA.values()),
+    ):
+        if numbers[column] >= 0:
+            assert judge(machine, True, numbers[column]) == verdict
+    affinity = calls._AFFINITY[column]
+    assert [judge(machine, True, affinity, pid) for pid in (0, 77, 1)] == [ALLOWED, ALLOWED, DONE]
     clone, socket_ = calls._CLONE[column], calls._SOCKET[column]
     assert judge(machine, True, clone, 0x3D0F00) == ALLOWED  # a thread
     assert judge(machine, True, clone, 0x10000000 | 17) == REFUSED  # with a user namespace
@@ -104,15 +113,74 @@ def test_the_numbers_are_those_of_this_machine() -> None:
             match line.split():
                 case ["#define", name, number] if number.isdigit():
                     there[name.removeprefix("__NR_").removeprefix("__NR3264_")] = int(number)
-        others = {"clone": calls._CLONE, "clone3": calls._CLONE3, "socket": calls._SOCKET}
-        for name, numbers in {**calls._DENIED, **calls._OF_ITSELF, **others}.items():
+        others = {"clone": calls._CLONE, "clone3": calls._CLONE3, "socket": calls._SOCKET,
+                  "sched_setaffinity": calls._AFFINITY}  # fmt: skip
+        known = calls._DENIED | calls._OF_ITSELF | calls._WATCHING | calls._METADATA | others
+        for name, numbers in known.items():
+            assert numbers[column[machine]] >= 0 or name not in there, name
+            if numbers[column[machine]] < 0:
+                continue
             assert there.get(name, numbers[column[machine]]) == numbers[column[machine]], name
 
 
 def test_calls_since_linux_5_1_have_one_number_everywhere() -> None:
     """Headers that are older than a call do not know it."""
-    for name, (one, other) in calls._DENIED.items():
+    for name, (one, other) in (calls._DENIED | calls._METADATA | calls._WATCHING).items():
         assert one == other or max(one, other) < 424, name
+
+
+METADATA = """
+import ctypes, os, sys
+from modelyard.serve.walls import calls, kernel
+folder, walls = sys.argv[1:]
+kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+libc = ctypes.CDLL(None, use_errno=True)
+if walls != "none":
+    calls.restrict(has_network=True, has_metadata=walls == "own user")
+file = f"{folder}/file"
+os.chmod(file, 0o644)
+os.chmod(f"{folder}/closed", 0)
+os.utime(file, (1, 1))
+os.chown(file, 12345, 12345) if os.getuid() == 0 else None
+os.setxattr(file, "user.mark", b"1")
+watch = libc.inotify_init1(0)
+os.sched_setaffinity(os.getppid(), {min(os.sched_getaffinity(0))})
+os.sched_setaffinity(0, os.sched_getaffinity(0))
+with open(f"{folder}/own", "w") as own:
+    os.fchmod(own.fileno(), 0o600)
+print("watching" if watch >= 0 else "refused")
+"""
+
+
+@pytest.mark.parametrize("walls", ["none", "own user", "the server's user"])
+def test_metadata_of_the_servers_user_are_behind_the_walls(tmp_path: Path, walls: str) -> None:
+    """A worker that is the server's user changes no mode, owner, time or label by a path."""
+    file, closed = tmp_path / "file", tmp_path / "closed"
+    file.touch(0o600)
+    closed.mkdir(0o700)
+    before, cpus = file.stat(), os.sched_getaffinity(0)
+    command = [sys.executable, "-P", "-c", METADATA, str(tmp_path), walls]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        after, here = file.stat(), os.sched_getaffinity(0)
+    finally:
+        os.sched_setaffinity(0, cpus)
+    changed = [
+        name
+        for name, one, two in (
+            ("mode", before.st_mode, after.st_mode),
+            ("time", before.st_mtime, after.st_mtime),
+            ("owner", before.st_uid, after.st_uid),
+            ("labels", [], os.listxattr(file)),
+            ("folder", 0o700, closed.stat().st_mode & 0o777),
+        )
+        if one != two
+    ]
+    everything = ["mode", "time", *(["owner"] if os.getuid() == 0 else []), "labels", "folder"]
+    assert changed == ([] if walls == "the server's user" else everything)
+    assert done.stdout.split() == ["watching" if walls == "none" else "refused"]
+    assert (here == cpus) == (walls != "none" or len(cpus) == 1)
+    assert (tmp_path / "own").stat().st_mode & 0o777 == 0o600  # by its descriptor
 
 
 def test_a_machine_whose_calls_are_not_known_has_no_filter(
