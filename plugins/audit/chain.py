@@ -159,7 +159,7 @@ class Trail:
         """Write an entry, durably.
 
         Raises:
-            OSError: it could not be written; nothing of it is left.
+            OSError, TypeError, ValueError: it could not be written; nothing of it is left.
         """
         at = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%f")[:-3] + "Z"
         said = {name: _cut(value) for name, value in more.items() if value not in (None, "")}

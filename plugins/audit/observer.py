@@ -145,8 +145,8 @@ class Audit:
         assert self._trail is not None
         try:
             self._trail.append(who, what, **more)
-        except OSError as error:
-            file, reason = self._trail.file, error.strerror or error
+        except (OSError, TypeError, ValueError) as error:
+            file, reason = self._trail.file, getattr(error, "strerror", None) or error
             raise ServeError(f"cannot write the audit trail {file}: {reason}") from error
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
+import resource
+import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -27,6 +31,9 @@ from modelyard.plugins.audit.export import (
     make_page,
     read_export,
 )
+from modelyard.plugins.audit.observer import Audit
+from modelyard.serve.control.registry import Registry
+from modelyard.serve.errors import ServeError
 
 ENTRIES = 6
 Lines = list[bytes]
@@ -212,3 +219,32 @@ def test_the_page_escapes_what_it_shows_and_runs_nothing(tmp_path: Path) -> None
     page = make_page(read_chain(trail.file.read_bytes()), "<u>").decode()
     assert "&lt;script&gt;" in page and "@page" in page
     assert not [tag for tag in ("<script", "<b>", "<i>", "<u>", "http") if tag in page]
+
+
+@pytest.mark.parametrize(("what", "goes_on"), [("promoted", False), ("returned", True)])
+def test_what_cannot_be_recorded_is_refused_unless_it_takes_something_away(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, what: str, goes_on: bool
+) -> None:
+    """The disk is full: a file may have as many bytes as it has, and no more."""
+    state = SimpleNamespace(root=tmp_path, models_file=tmp_path / "models.json")
+    lifecycle = SimpleNamespace(policy=SimpleNamespace(state=state), registry=Registry())
+    audit = Audit(cast(Any, SimpleNamespace(lifecycle=lifecycle)))
+    asyncio.run(audit.restore(lambda model, text: None))
+    size = (tmp_path / "audit.jsonl").stat().st_size
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, before[1]))
+        if goes_on:
+            lifecycle.registry.tell(what, "m", "2.0", "why")
+        else:
+            with pytest.raises(ServeError, match="cannot write the audit trail"):
+                lifecycle.registry.tell(what, "m", "2.0", "why")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert ("cannot write the audit trail" in caplog.text) == goes_on
+    chain = read_chain((tmp_path / "audit.jsonl").read_bytes())
+    assert (chain.broken, chain.torn, chain.head.entries) == ("", b"", 1)
+    lifecycle.registry.tell(what, "m", "2.0", "why")
+    assert read_chain((tmp_path / "audit.jsonl").read_bytes()).entries[1]["what"] == what

@@ -12,6 +12,7 @@ import math
 import secrets
 from collections import defaultdict
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from modelyard.archiver import Archive, ArchiveError
@@ -395,13 +396,13 @@ class Rollouts:
     def _save(self, rollout: Rollout, why: str) -> None:
         """Remember the change; what protects clients is done even where it cannot be remembered."""
         state = rollout.record.state
-        try:
-            self._tell(rollout, why)
-            self._lifecycle.save()
-        except ServeError as error:
-            if state not in (State.RETURNED, State.FAILED):
-                raise
-            logger.error("%s", error)
+        for step in (partial(self._tell, rollout, why), self._lifecycle.save):
+            try:
+                step()
+            except Exception as error:
+                if state not in (State.RETURNED, State.FAILED):
+                    raise
+                logger.error("%s", error, exc_info=not isinstance(error, ServeError))
 
     def _enter(self, rollout: Rollout) -> None:
         """Begin or end a trial, and send a share to a canary, as the state has it."""
