@@ -23,7 +23,7 @@ NEWEST = 3
 """Points that an update brings along."""
 KEPT_PARTS = 100
 """Updates that are kept until the next reading, for all who look."""
-SHOWN_EVENTS = 30
+SHOWN_EVENTS = 20
 TABS = (("", "Live"), ("/try", "Try it"), ("/archive", "Archive"), (LOG, "Log"),
         ("/rollout", "Roll-out"))  # fmt: skip
 """Pages of every version, in this order: path behind `/models/{model}/{version}`, and title."""

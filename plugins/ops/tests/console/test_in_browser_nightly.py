@@ -148,6 +148,7 @@ def test_fifty_models_are_one_page(visitor: Visitor, server: LiveServer) -> None
         page.resize(WIDTHS[1])
         page.find(f'a[href$="/models/{names[-1]}/1.0"]').click()
         page.shows("no workers")
+        visitor.open()  # or its page asks for a version that has gone
     finally:
         for name in names:
             server.management.delete(f"/models/{name}")
@@ -249,7 +250,7 @@ def test_who_may_only_look_finds_nothing_that_acts(
         page.shows("read only")
         for path in ("", "/rollout"):
             visitor.open(f"/models/digits/1.0{path}")
-            assert [each for each in choices(page.find_all("main button")) if each] == []
+            assert [each for each in choices(page.find_all("main form button")) if each] == []
         visitor.open("/models/digits/1.0/try")
         assert not any(each.value_of("disabled") is False for each in page.find_all(".try button"))
         visitor.forgiven = ["403"]
