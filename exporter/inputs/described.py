@@ -62,11 +62,14 @@ def complete(given: Sequence[str], proposal: Proposal) -> tuple[str, ...]:
     """Return the given inputs, and the proposed ones that a call still needs.
 
     Given inputs that the model runs with are complete: whoever leaves the attention mask out has
-    no mask. Where one that is needed is missing, every proposed one that is not given is added,
+    no mask, and as many as are proposed stand in their places, whatever they are called. Where one that is needed is missing, every proposed one that is not given is added,
     with the dimensions of those that are.
     """
     by_name = {_name(text): text for text in given}
-    if proposal.needed <= set(by_name):
+    have_names_of_their_own = by_name.keys().isdisjoint(map(_name, proposal.inputs))
+    if proposal.needed <= set(by_name) or (
+        have_names_of_their_own and len(given) == len(proposal.inputs)
+    ):
         return tuple(given)
     renamed: dict[str, str] = {}
     for text in proposal.inputs:

@@ -190,3 +190,19 @@ def test_an_exported_program_says_what_it_takes(tmp_path: Path) -> None:
         proposal = propose_inputs(model, checkpoint)
     assert proposal is not None
     assert proposal.inputs == ("input:float32[batch=1..6,3]",)
+
+
+@pytest.mark.parametrize(
+    ("given", "completed"),
+    [
+        ((), ("image:float32[batch,3,224,224]",)),
+        (("x:float32[batch=1..3,3,64,64]",), ("x:float32[batch=1..3,3,64,64]",)),
+        (("image:float32[n,3,64,64]",), ("image:float32[n,3,64,64]",)),
+    ],
+)
+def test_a_single_input_may_have_a_name_of_its_own(
+    given: tuple[str, ...], completed: tuple[str, ...]
+) -> None:
+    """As timm's, whose forward() calls it x."""
+    proposal = Proposal(("image:float32[batch,3,224,224]",), frozenset(["image"]), "default_cfg")
+    assert complete(given, proposal) == completed
