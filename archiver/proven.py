@@ -19,8 +19,9 @@ _RUNS = {"onnx": "onnxruntime"}
 class Unproven:
     """Why nobody has proven what runs here."""
 
-    reason: Literal["versions", "no_proof"]
-    """`versions`: it was proven, with other versions than those that are here."""
+    reason: Literal["versions", "no_proof", "another"]
+    """`versions`: it was proven, with other versions than those that are here; `another`: something
+    else was proven."""
     text: str
     """A sentence, which names both versions."""
 
@@ -42,13 +43,20 @@ def find_unproven(
     own = f"{predicts}.report.json" if predicts else seal and seal.report
     if seal is None or not own:
         return Unproven("no_proof", "no report is in the archive, so nothing was proven of it")
-    names = dict.fromkeys((own, *([seal.explain.report] if seal.explain else [])))
+    names = {own: predicts or manifest.serialized_file or ""}
+    if seal.explain:
+        names.setdefault(seal.explain.report, seal.explain.artifact)
     try:
         reports = [parse_report(read(name), Path(name)) for name in names]
     except (ArchiveError, KeyError) as error:
         return Unproven("no_proof", f"its report cannot be read: {error}")
     if reports[0].parity is None:
         return Unproven("no_proof", f"{own} holds no comparison with the checkpoint")
+    for report, (name, artifact) in zip(reports, names.items(), strict=True):
+        if seal.digests.get(artifact, report.artifact_sha256) != report.artifact_sha256:
+            return Unproven("another", f"{name} is the proof of another file than {artifact}")
+    if len({report.checkpoint_sha256 for report in reports}) > 1:
+        return Unproven("another", f"{' and '.join(names)} are the proofs of two checkpoints")
     pinned = dict(parse_pin(pin).release for pin in seal.requirements)
     found = [_difference(report, pinned) for report in reports]
     if texts := [text for text in found if text]:

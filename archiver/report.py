@@ -49,7 +49,7 @@ class Parity:
     errors: Mapping[str, float] = field(default_factory=dict)
     """Output → largest error of a case, as quantised artifacts are judged."""
     scales: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Output → what its numbers are measured by, as `handlers.proof.scale` reads it."""
+    """Output → what its numbers are measured by, as `base.scale` reads it."""
 
 
 def ceiling(dtype: str) -> float:
@@ -168,6 +168,9 @@ def _parity(fields: Fields, signature: Signature) -> Parity:
     outputs = _optional(parity, "outputs")
     integers = _optional(parity, "integers")
     plan = _optional(parity, "plan")
+    for judged in (parity, *map(outputs.object, outputs.values)):
+        if judged.values.get("verdict", "agrees") != "agrees":
+            judged.wrong("verdict", '"agrees", or no report', judged.values["verdict"])
     return Parity(
         tolerances={
             spec.name: (

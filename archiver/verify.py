@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from modelyard.archiver.errors import ArchiveError, DoesNotRun
 from modelyard.archiver.manifest import Manifest
-from modelyard.archiver.proven import describe_repeated, find_other_versions
+from modelyard.archiver.proven import describe_repeated, find_other_versions, find_unproven
 from modelyard.archiver.read import Archive
 from modelyard.archiver.replay import Pair, ParityResult, Replay, replay
 from modelyard.archiver.report import ceiling, parse_report
@@ -80,6 +80,9 @@ def verify_archive(
         checks.append(Check("signature", "there; not checked without --public-key"))
     if seal is not None:
         checks += _tolerances(archive, tolerance)
+        unproven = find_unproven(archive.manifest, archive.read)
+        if unproven and unproven.reason == "another":
+            checks.append(Check("proof", "of something else", f"{unproven.text}; export it again"))
     if seal is not None and run:
         checks += _run(archive, device)
     elif seal is not None and (other := find_other_versions(archive.manifest, archive.read)):

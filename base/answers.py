@@ -48,7 +48,8 @@ class Group:
 
     def numbers(self) -> tuple[Numbers, Numbers]:
         """Return what is expected and what is there, in the shape of the lists."""
-        shape = tuple(max(sizes) + 1 for sizes in zip(*self.positions, strict=True))
+        # A key may read like a list: `a[]` beside a list `a`, whose positions are longer.
+        shape = tuple(max(sizes) + 1 for sizes in zip(*self.positions, strict=False))
         if math.prod(shape) != len(self.pairs):  # lists of several lengths
             shape = (len(self.pairs),)
         return tuple(  # type: ignore[return-value]
@@ -182,12 +183,14 @@ def _walk(
     What differs otherwise is yielded without a name. Of the labels of a classification, which are
     others each time, those of the same rank belong together.
     """
-    if is_number(expected) and is_number(got):
-        if isinstance(expected, int) and isinstance(got, int):
-            if expected != got:
-                yield None, (), Pair(place, expected, got)
-        else:
+    if expected is None and got is None:  # a number may be missing; its place is still one
+        yield name, position, Pair(place, math.nan, math.nan)
+    elif is_number(expected) and is_number(got):
+        are_whole = all(number == number // 1 for number in (expected, got))
+        if int not in (type(expected), type(got)) or not are_whole:
             yield name, position, Pair(place, expected, got)
+        elif expected != got:  # 3.0 for 3 is the same, and 1234568.0 for 1234567 another id
+            yield None, (), Pair(place, expected, got)
     elif isinstance(expected, dict) and isinstance(got, dict) and expected.keys() == got.keys():
         are_ranked = is_top_k(expected)
         for at, (key, value) in enumerate(expected.items()):
@@ -213,5 +216,5 @@ def is_top_k(value: dict[str, Any]) -> bool:
 
 
 def is_number(value: object) -> bool:
-    """Return whether JSON calls it a number; True is not 1."""
-    return type(value) in (int, float)
+    """Return whether it is a number of JSON that a float can hold; True is not 1."""
+    return type(value) is float or (type(value) is int and value.bit_length() < 1024)

@@ -10,7 +10,8 @@ so that neither a gain nor an offset of the model changes what agrees; the secon
 float of that size cannot hold anyway: a sum of 1,000 and something small has no more digits.
 
 A place is a position along the dims whose size never varies; along the others, as batch and
-sequence, all positions are one place. Outputs of many positions are pooled from the last dim on.
+sequence, all positions are one place. Outputs of many positions are pooled along their largest dim
+first, whose positions are the most alike: pixels, steps, boxes, rather than channels.
 """
 
 from __future__ import annotations
@@ -25,13 +26,17 @@ from numpy.typing import NDArray
 
 Numbers = NDArray[np.float64]
 
-MOST_PLACES = 1024
-"""Places that are told apart; reports hold them."""
+MOST_PLACES = 1 << 14
+"""Places that are told apart."""
+MOST_STATED = 1024
+"""Places that a report tells apart."""
 ROUNDING = 0.02
 """Share of a number's own size in its unit: 2e-6 at float32's tolerance, sixteen last places."""
 _ENOUGH = 4
 """Values from which a spread is known to a factor of ten, at one place of a thousand."""
 _LUCK = 10.0
+_FAR = 30.0
+"""Spreads from the centre up to which a number counts: one odd answer does not hide all others."""
 _RARE = 0.1
 """Share of the places whose spread may be small by chance, or zero."""
 
@@ -67,11 +72,15 @@ class Scale:
         return replace(self, spread=np.maximum(self.spread, other.spread))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the form that reports hold."""
+        """Return the form that reports hold, of few places."""
+        sums = np.ones_like(self.centre), self.centre, self.spread**2
+        while sums[0].size > MOST_STATED:
+            sums = _pool(sums, _largest_dim(sums))
+        count, centre, squares = sums
         return {
-            "shape": list(self.centre.shape),
-            "centre": [float(f"{value:.9g}") for value in self.centre.flat],
-            "spread": [float(f"{value:.3g}") for value in self.spread.flat],
+            "shape": list(centre.shape),
+            "centre": [float(f"{value:.9g}") for value in centre.flat],
+            "spread": [float(f"{value:.3g}") for value in np.sqrt(squares / count).flat],
         }
 
     @classmethod
@@ -97,14 +106,21 @@ class ScaleLearner:
     def see(self, output: Numbers) -> None:
         """Learn from one output of one case; what is not finite teaches nothing."""
         finite = np.isfinite(output)
-        new = finite.astype(np.float64), np.where(finite, output, 0.0), np.zeros_like(output)
-        old = self._sums
+        values, old = np.where(finite, output, 0.0), self._sums
         before = old[0].shape if old is not None else output.shape
-        for dim in reversed(range(output.ndim)):
-            sizes = (1 if each in self._pooled else size for each, size in enumerate(output.shape))
-            if output.shape[dim] != before[dim] or math.prod(sizes) > MOST_PLACES:
-                self._pooled.add(dim)
+        sizes = zip(output.shape, before, strict=True)
+        self._pooled |= {dim for dim, (one, other) in enumerate(sizes) if one != other}
+        if old is not None:
+            for dim in self._pooled:
+                old = _pool(old, dim)
+            far = _FAR * np.sqrt(old[2] / np.maximum(old[0], 1))
+            far = np.where((old[0] >= _ENOUGH) & (far > 0), far, math.inf)
+            values = np.clip(values, old[1] - far, old[1] + far)
+        new = finite.astype(np.float64), values, np.zeros_like(values)
         for dim in self._pooled:
+            new = _pool(new, dim)
+        while new[0].size > MOST_PLACES:
+            self._pooled.add(dim := _largest_dim(new))
             new = _pool(new, dim)
             old = None if old is None else _pool(old, dim)
         self._sums = new if old is None else _merge(old, new)
@@ -113,6 +129,11 @@ class ScaleLearner:
     def fits(self, output: Numbers) -> bool:
         """Return whether an output has as many dims as those before."""
         return self._sums is None or self._sums[0].ndim == output.ndim
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether some place has had values enough for its spread."""
+        return self._sums is not None and bool(self._sums[0].max(initial=0.0) >= _ENOUGH)
 
     def scale(self) -> Scale:
         """Return what was learnt, of one case at least.
@@ -152,6 +173,10 @@ def _merge(one: _Sums, other: _Sums) -> _Sums:
     share = other[0] / np.maximum(count, 1)
     apart = other[1] - one[1]
     return count, one[1] + apart * share, one[2] + other[2] + apart**2 * one[0] * share
+
+
+def _largest_dim(sums: _Sums) -> int:
+    return int(np.argmax(sums[0].shape))
 
 
 def _pool(sums: _Sums, dim: int) -> _Sums:

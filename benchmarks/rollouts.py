@@ -105,7 +105,7 @@ def picturing(folder: Path | None, about: dict[str, Any], token: str) -> Iterato
     if folder is None:
         yield lambda name, text: None
         return
-    from plugins.ops.tests.console.browser import browsing, running_driver  # a checkout has them
+    from tests.browser import browsing, running_driver  # a checkout has them
 
     with (
         tempfile.TemporaryDirectory(prefix="modelyard-pictures-") as logs,

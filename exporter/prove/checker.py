@@ -84,7 +84,7 @@ class Checker:
         tensors = {
             "inputs": list(inputs),
             "outputs": list(outputs),
-            "scales": [each.to_json() for each in scales],
+            "scales": [(torch.tensor(each.centre), torch.tensor(each.spread)) for each in scales],
         }
         torch.save(tensors, self._child.folder / "case.pt")
         measured: list[dict[str, Any]] = self._ask({"case": case})["measured"]
@@ -144,7 +144,7 @@ class _OpenArtifact:
             listed = ", ".join(name for name, _, _ in self._specs)
             raise ParityError(f"the artifact gives {len(actual)} outputs, expected {listed}")
         measured = []
-        scales = [Scale.from_json(each) for each in tensors["scales"]]
+        scales = [Scale(*(part.numpy() for part in each)) for each in tensors["scales"]]
         for (name, dtype, tolerance), target, tensor, scale in zip(
             self._specs, expected, actual, scales, strict=True
         ):

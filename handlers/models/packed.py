@@ -82,7 +82,10 @@ def _near(section: Any, known: Sequence[str]) -> str:
 
 
 def compile_artifact(
-    artifact: Artifact, options: Mapping[str, Any], examples: Iterable[Sequence[Tensor]]
+    artifact: Artifact,
+    options: Mapping[str, Any],
+    examples: Iterable[Sequence[Tensor]],
+    rules: Sequence[Rule] = (),
 ) -> Artifact:
     """Compile a pt2 artifact, for every size of its dynamic dimensions.
 
@@ -90,6 +93,7 @@ def compile_artifact(
         artifact: stays as it is, and explains.
         options: `torch.compile`'s.
         examples: inputs of the sizes to compile for, on which both must agree.
+        rules: rule of each output; by its dtype and its own numbers alone when absent.
 
     Raises:
         LoadError: it is not a pt2 artifact, cannot be compiled here, or gives something else then.
@@ -105,7 +109,7 @@ def compile_artifact(
         run = torch.compile(artifact.module, dynamic=True, **options)
         compiled = Artifact(artifact.format, run, artifact.inputs, artifact.device)
         compiled.file = artifact.file
-        measured = [_measure(artifact, compiled, inputs) for inputs in examples]
+        measured = [_measure(artifact, compiled, inputs, rules) for inputs in examples]
     except LoadError:
         raise
     # A backend fails in whatever way it likes: no compiler, an operator that it does not have.
@@ -123,14 +127,16 @@ def compile_artifact(
     return compiled
 
 
-def _measure(artifact: Artifact, compiled: Artifact, inputs: Sequence[Tensor]) -> str | None:
+def _measure(
+    artifact: Artifact, compiled: Artifact, inputs: Sequence[Tensor], rules: Sequence[Rule]
+) -> str | None:
     """Run both on the same inputs; return how they differ, None where they agree."""
     sizes = ", ".join(str(list(tensor.shape)) for tensor in inputs)
     with torch.inference_mode():  # as requests will be answered: another mode compiles again
         pairs = zip(run_in_full(artifact, inputs), run_in_full(compiled, inputs), strict=True)
     for place, (expected, found) in enumerate(pairs):
-        rule = rule_for(dtype_name(expected.dtype))
-        case = compare(expected, found, rule.tolerance)
+        rule = rules[place] if rules else rule_for(dtype_name(expected.dtype))
+        case = compare(expected, found, rule.tolerance, rule.scale)
         if text := disagreement(str(place), rule, [case], [f"inputs {sizes}"]):
             return text
     return None
@@ -203,7 +209,9 @@ def open_packed(
                 f"pt2.compile in model-config.yaml: {file} has no report that says its inputs; "
                 "archive it with the report that `modelyard export` left beside it"
             )
-        artifact = compile_artifact(artifact, options, _examples(report))
+        proven = report.parity and joint_rules(report.parity, report.parity)
+        rules = list((proven or {}).values())
+        artifact = compile_artifact(artifact, options, _examples(report), rules)
     return PackedModel(folder / file, artifact, explainer, agreement, signature, report)
 
 

@@ -204,27 +204,34 @@ def joint_rules(one: Parity, other: Parity) -> dict[str, Rule]:
 class OutputScales:
     """The scales of all outputs of a reference, learnt case by case.
 
-    Numbers as large as those of some kinds of values teach nothing about those of others: what is
-    learnt from them is for them alone.
+    Ordinary values are measured by themselves where there are enough: a quotient that is 1e6 on
+    zeros is still around 1 in use. Numbers as large as those of some kinds of values teach nothing
+    about any others.
     """
 
     def __init__(self) -> None:
-        self._usual: list[ScaleLearner] = []
-        self._unusual: dict[str, list[ScaleLearner]] = {}
+        self._learners: dict[str, list[ScaleLearner]] = {}
 
     def see(self, kind: str, outputs: Sequence[Tensor]) -> None:
         """Learn from the outputs of one case."""
-        learners = self._usual if kind not in UNUSUAL_KINDS else self._unusual.setdefault(kind, [])
-        learners += [ScaleLearner() for _ in outputs[len(learners) :]]
-        for learner, output in zip(learners, outputs, strict=True):
-            if learner.fits(numbers := _numbers(output)):
-                learner.see(numbers)
+        teaches = (kind,) if kind in UNUSUAL_KINDS else ("usual",)
+        for name in (*teaches, "ordinary") if kind in ORDINARY_KINDS else teaches:
+            learners = self._learners.setdefault(name, [])
+            learners += [ScaleLearner() for _ in outputs[len(learners) :]]
+            for learner, output in zip(learners, outputs, strict=True):
+                if learner.fits(numbers := _numbers(output)):
+                    learner.see(numbers)
 
     def of(self, kind: str = "random") -> list[Scale]:
         """Return the scale of each output in cases of a kind."""
-        usual = [learner.scale() for learner in self._usual]
-        own = [learner.scale() for learner in self._unusual.get(kind, ())]
-        return [one.wider(other) for one, other in zip(usual, own, strict=False)] or usual
+        usual = self._learners.get("usual", [])
+        own = self._learners.get("ordinary" if kind in ORDINARY_KINDS else kind, usual)
+        return [
+            one.scale().wider(other.scale())
+            if kind in UNUSUAL_KINDS
+            else (other if other.is_enough else one).scale()
+            for one, other in zip(usual, own, strict=True)
+        ]
 
 
 def within_reason(rule: Rule, cases: Sequence[Probe]) -> Rule:

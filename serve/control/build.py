@@ -86,7 +86,7 @@ def admit(
     unproven = find_unproven(archive.manifest, archive.read, config.artifact)
     if unproven and settings.require_proven:
         advice = "install that version, or export and archive it again here"
-        if unproven.reason == "no_proof":
+        if unproven.reason != "versions":
             advice = "archive what `modelyard export` wrote, with its report beside it"
         raise NotProven(
             f"{archive.path.name}: {unproven.text}; this server serves only what was proven on its "

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from modelyard.archiver.report import Report, parse_report
-from modelyard.handlers.models.backends import Artifact, open_artifact
+from modelyard.handlers.models.backends import Artifact, dtype_name, open_artifact
 from modelyard.handlers.proof import agree
 from modelyard.handlers.proof.plan import choose_probes
 from modelyard.handlers.proof.probes import KINDS, make_case
@@ -72,7 +72,10 @@ def _judge(artifact: Artifact, twin: Artifact, report: Report, other: Report) ->
         of_all = zip(rules.items(), wanted, found, scales.of(probe.kind), strict=True)
         for (name, rule), expected, actual, scale in of_all:
             measured[name].append(agree.compare(expected, actual, rule.tolerance, scale))
-    apart = (agree.disagreement(name, rule, measured[name], probes) for name, rule in rules.items())
+    apart = [agree.disagreement(name, rule, measured[name], probes) for name, rule in rules.items()]
+    stated = [spec.dtype for spec in report.signature.outputs]
+    if (given := [dtype_name(each.dtype) for each in found]) != stated:
+        apart.append(f"the artifact gives {given}; its report says {stated}")
     few = "; few inputs were tried, as by `modelyard export --quick`"
     return {
         "cases": len(probes),

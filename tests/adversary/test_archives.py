@@ -21,33 +21,14 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
-from modelyard.archiver.api import archive
 from tests.adversary.gallery import Row, judge
 
-DIGITS = Path(__file__).resolve().parents[2] / "examples/digits"
 MANIFEST = "MAR-INF/MANIFEST.json"
 NOTHING_COMPARED = 3
 
 Files = dict[str, bytes]
 Change = Callable[[Files], None]
 Weights = Callable[[np.ndarray, np.random.Generator], np.ndarray]
-
-
-@pytest.fixture(scope="module")
-def digits(digits_artifacts: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Files:
-    """Return the files of the demonstration's archive."""
-    packed = archive(
-        "digits",
-        artifact=digits_artifacts["onnx"],
-        explain_with=digits_artifacts["pt2"],
-        handler="image_classifier",
-        extra_files=[DIGITS / "index_to_name.json"],
-        config_file=DIGITS / "model-config.yaml",
-        examples=[f"{DIGITS}/scans/3.png", f"{DIGITS}/scans/7.png=7"],
-        output_dir=tmp_path_factory.mktemp("digits"),
-    )
-    with zipfile.ZipFile(packed) as file:
-        return {name: file.read(name) for name in file.namelist()}
 
 
 def seal(files: Files, target: Path, compression: int = zipfile.ZIP_STORED) -> Path:

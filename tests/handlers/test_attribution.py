@@ -18,6 +18,7 @@ from modelyard.handlers.explain.attribute.attribution import (
     integrated_gradients,
     is_met,
     norms_of,
+    ranges_of,
     sums_of,
 )
 from modelyard.handlers.models.backends import open_artifact
@@ -240,13 +241,20 @@ def test_row_that_met_the_tolerance_costs_no_further_passes() -> None:
     assert sum(model.rows) == 30 + 270
 
 
-def test_steps_end_at_the_most_that_are_allowed() -> None:
+@pytest.mark.parametrize(("most", "steps"), [(89, 30), (90, 90), (269, 90)])
+def test_steps_end_at_the_most_that_are_allowed(most: int, steps: int) -> None:
     inputs = torch.ones(1, 1, dtype=torch.float64)
     request = ask(lambda x: x**3, inputs, inputs * 0, [0])
-    result = integrated_gradients(request, tolerance=1e-9, max_steps=100)
-    assert result.n_steps.tolist() == [90]
+    result = integrated_gradients(request, tolerance=1e-9, max_steps=most)
+    assert result.n_steps.tolist() == [steps]
     assert is_met(request, result, 1e-9).tolist() == [False]
     assert abs(float(deltas(request, result.attributions))) > 1e-9
+
+
+def test_values_of_which_nothing_is_known_range_from_their_smallest_to_their_largest() -> None:
+    values = torch.tensor([[[1.0, 4.0], [-2.0, 0.0]], [[3.0, 3.0], [3.0, 3.0]]])
+    assert ranges_of(values).flatten(1).tolist() == [[6.0], [0.0]]
+    assert ranges_of(values[:, 0, 0]).tolist() == [0.0, 0.0]  # single numbers do not vary
 
 
 def test_fewer_steps_than_the_first_may_be_the_most() -> None:

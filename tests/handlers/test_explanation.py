@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from modelyard.archiver.signature import Dim, TensorSpec
+from modelyard.archiver.signature import Dim, Size, TensorSpec
 from modelyard.base import explain_words
 from modelyard.handlers import BadInput, NoGradients, TwinDiffers
 from modelyard.handlers.explain.attribute.attribution import (
@@ -263,6 +263,26 @@ def test_larger_activations_make_smaller_passes() -> None:
     small, large = chunk(10), chunk(30_000_000)
     assert small == MOST_ROWS
     assert large < 16
+
+
+@pytest.mark.parametrize(
+    ("most", "tried"),
+    [(1, [1]), (Dim("batch", 1, 1), [1]), (Dim("batch", 1, 2), [1, 2]), (Dim("batch"), [1, 2])],
+    ids=str,
+)
+def test_what_a_row_takes_is_tried_with_no_more_than_the_artifact_takes(
+    most: Size, tried: list[int]
+) -> None:
+    rows: list[int] = []
+
+    def counting(x: Tensor) -> Tensor:
+        rows.append(len(x))
+        return (x**2).exp().sum(1)
+
+    model = artifact(counting, TensorSpec("x", "float32", (most, 3)))
+    forward = ForwardFunction(model, torch.zeros(2).long())
+    assert gradient_rows(model, forward, (torch.zeros(1, 3),)) == MOST_ROWS
+    assert rows == tried
 
 
 @pytest.mark.parametrize(

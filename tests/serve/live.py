@@ -21,6 +21,7 @@ from typing import Any
 import httpx
 
 from modelyard.archiver import write_archive
+from modelyard.base.plugins import registered
 
 SOURCES = Path(__file__).parent.parent / "archives"
 PR_SET_CHILD_SUBREAPER = 36
@@ -253,9 +254,9 @@ def start_server(state_dir: Path, store: Path, *arguments: str) -> LiveServer:
 
 def start_arguments(state_dir: Path, store: Path) -> list[str]:
     """Return `serve start` with its folders and free ports."""
-    ports = [
-        f"{name}=0" for name in ("--port", "--management-port", "--metrics-port", "--grpc-port")
-    ]
+    names = ["--port", "--management-port", "--metrics-port"]
+    names += [f"--{name}-port" for name in registered("faces") if name == "grpc"]
+    ports = [f"{name}=0" for name in names]
     folders = [f"--state-dir={state_dir}", f"--model-store={store}"]
     return ["serve", "start", *ports, *folders, "--device=cpu"]
 

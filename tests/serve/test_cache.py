@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import re
-import tracemalloc
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import grpc
 import httpx
 import pytest
 
 from modelyard.archiver import write_archive
-from modelyard.plugins.grpc.protos import message
-from modelyard.serve.control.model_config import Values
-from modelyard.serve.dataplane.cache import ENTRY_BYTES, OUR_HEADERS, AnswerStore, VersionAnswers
-from modelyard.serve.dataplane.call import HIGH, LOW, NORMAL, Reply
-from modelyard.serve.dataplane.wire import pack_meta
-from modelyard.serve.errors import BadModelConfig
+from modelyard.serve.dataplane.cache import ENTRY_BYTES
 from tests.serve.live import LiveServer, poll, running
-from tests.serve.test_queue import job
 
 COUNTER = """
 import time
@@ -156,24 +147,6 @@ def test_every_protocol_finds_its_own_answers(server: LiveServer) -> None:
         assert (first.status_code, second.content) == (200, first.content), first.text
         assert outcomes(first, second) == ["miss", "hit"]
         assert first.headers.get(HEADER) == second.headers.get(HEADER)
-    request = message("inference.ModelInferRequest")(model_name="numbers")
-    request.inputs.add(name="image", datatype="FP32", shape=[1, 1, 8, 8])
-    request.raw_input_contents.append(b"\0\0\0\x3f" * 64)
-    answer = message("inference.ModelInferResponse")
-    found = []
-    with grpc.insecure_channel(server.grpc) as channel:
-        method = channel.unary_unary(
-            "/inference.GRPCInferenceService/ModelInfer", lambda m: m.SerializeToString(),
-            answer.FromString,
-        )  # fmt: skip
-        for id in ("a", "b"):
-            request.id = id
-            said, call = method.with_call(request, timeout=20)
-            assert said.id == id
-            found.append((dict(call.trailing_metadata())["x-cache"], said.raw_output_contents[0]))
-        bypass = method.with_call(request, metadata=(("cache-control", "no-cache"),))[1]
-    assert [outcome for outcome, _ in found] == ["miss", "hit"] and found[0][1] == found[1][1]
-    assert dict(bypass.trailing_metadata())["x-cache"] == "bypass"
 
 
 def test_an_etag_saves_the_answer(server: LiveServer) -> None:
@@ -268,64 +241,3 @@ def test_no_answer_outlives_its_version(server: LiveServer) -> None:
     assert outcomes(ask(server, "lasting", "counter/2.0")) == ["miss"]
     assert server.management.delete("/models/counter/2.0").status_code == 200
     assert 'version="2.0"' not in server.metrics.get("/metrics").text
-
-
-# -- the parts ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "waits"),
-    [
-        ((LOW, 60), (LOW, 60), True),
-        ((NORMAL, 60), (LOW, 60), True),
-        ((LOW, 60), (NORMAL, 60), False),
-        ((LOW, 60), (HIGH, 60), False),
-        ((NORMAL, 60), (NORMAL, 90), True),
-        ((NORMAL, 60), (NORMAL, 30), False),
-    ],
-)
-def test_nobody_waits_for_an_answer_that_comes_after_their_own(
-    first: tuple[int, float], second: tuple[int, float], waits: bool
-) -> None:
-    answers = VersionAnswers(AnswerStore(1 << 20), is_ours=True)
-    lookup = answers.lookup([])
-    for each, expected in ((first, False), (second, waits)):
-        call = job(*each)
-        call.head = pack_meta([b"", b"", b""])
-        assert answers.answer(call, lookup) is expected
-
-
-def test_what_is_counted_is_what_is_used() -> None:
-    store = AnswerStore(1 << 30)
-    owner = VersionAnswers(store, is_ours=True)
-    headers = pack_meta([b"content-type", b"application/json"])
-    gc.collect()
-    tracemalloc.start()
-    try:
-        for at in range(5000):
-            reply = Reply(200, bytes(bytearray(headers)), b"%0200d" % at)
-            assert owner.keep(at.to_bytes(32, "big"), reply) is not None
-        used, _ = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert store.held * 0.6 < used < store.held == owner.held
-    owner.close()
-    assert (store.held, owner.held, owner.count) == (0, 0, 0)
-    assert owner.keep(b"key", Reply(200, headers, b"late")) is not None and store.held == 0
-
-
-def test_no_header_that_our_handlers_read_is_left_out() -> None:
-    root = Path(__file__).parents[2]
-    reads = re.compile(r'(?:get_request_header\([^,]+,|headers\.get\()\s*"([\w-]+)"')
-    files = [*(root / "handlers").rglob("*.py"), *(root / "serve" / "worker").glob("*.py")]
-    found = {name.lower() for file in files for name in reads.findall(file.read_text("utf-8"))}
-    # `explain` and `describe` are made of the request's kind.
-    assert {"accept", "accept-encoding", "content-encoding"} <= found
-    assert found - {"explain", "describe"} <= {name.decode() for name in OUR_HEADERS}
-
-
-@pytest.mark.parametrize("value", ["x-a", ["x a"], [1], {"x-a": 1}])
-def test_names_of_headers_are_a_list(value: object) -> None:
-    values = Values({}, "model-config.yaml", settings={"cacheIgnores": value})
-    with pytest.raises(BadModelConfig, match="cacheIgnores: expected a list of names"):
-        values.operators_headers("cacheIgnores")

@@ -120,6 +120,14 @@ async def test_a_server_that_reads_late_gives_a_worker_no_less_ahead() -> None:
 
 
 @in_loop
+async def test_a_batch_that_overruns_is_expected_to_do_so_by_as_much_again() -> None:
+    slots = Slots(1)
+    slots.pool.measured(PREDICT, 8, 0.8)
+    slots.hold(0, 16, for_s=1.0)
+    assert slots.pool.workers[0].rest_s(monotonic()) == near(0.2 + 0.8)
+
+
+@in_loop
 async def test_an_idle_worker_waits_for_a_job_whatever_was_measured() -> None:
     slots = Slots(2)
     slots.pool.measured(PREDICT, 1, 100.0)

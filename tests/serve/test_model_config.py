@@ -87,7 +87,6 @@ def test_a_call_costs_more_on_a_gpu(load: Load, monkeypatch: pytest.MonkeyPatch)
     ("handler", "text", "by_length"),
     [
         ("text", "{}\n", True),
-        ("text_encoder", "{}\n", True),
         ("text", "batchBy: arrival\n", False),
         ("tabular", "{}\n", False),
     ],

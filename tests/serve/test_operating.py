@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import ssl
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-import grpc
 import httpx
 import pytest
 from cryptography import x509
@@ -57,17 +57,12 @@ def write_pair(folder: Path, host: str) -> None:
     )
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("operating")
+@contextmanager
+def operating(folder: Path) -> Iterator[LiveServer]:
+    """Start a server whose certificate and tokens, and all else that it writes, are in a folder."""
     write_pair(folder, HOST)
     lines = [f"{make_grant(name, RIGHTS[name], token)}\n" for name, token in TOKENS.items()]
     (folder / "tokens.txt").write_text("".join(lines))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[LiveServer]:
     store = folder / "store"
     build_archive(store, "echo")
     build_archive(store, "echo", name="second", version="2.0")
@@ -83,6 +78,17 @@ def server(folder: Path) -> Iterator[LiveServer]:
         f"--token-file={folder / 'tokens.txt'}",
     ]
     with running(folder / "state", store, "--workers=1", "--models=echo", *options) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("operating")
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[LiveServer]:
+    with operating(folder) as server:
         yield server
 
 
@@ -137,28 +143,6 @@ def test_a_handler_sees_no_token(server: LiveServer, folder: Path) -> None:
     answer = ask(server, "inference", folder, "app", "POST", "/predictions/echo")
     assert "Host" in answer.json()["headers"]
     assert TOKENS["app"] not in answer.text and "uthorization" not in answer.text
-
-
-def test_grpc_takes_the_same_tokens_over_tls(server: LiveServer, folder: Path) -> None:
-    trust = grpc.ssl_channel_credentials((folder / "cert.pem").read_bytes())
-    options = [("grpc.ssl_target_name_override", HOST), ("grpc.default_authority", HOST)]
-    with grpc.secure_channel(server.grpc, trust, options) as channel:
-
-        def call(method: str, token: str | None) -> grpc.StatusCode:
-            metadata = [("authorization", f"Bearer {TOKENS[token]}")] if token else []
-            path = f"/inference.GRPCInferenceService/{method}"
-            try:
-                channel.unary_unary(path)(b"", metadata=metadata, timeout=20)
-            except grpc.RpcError as error:
-                code: grpc.StatusCode = error.code()
-                return code
-            return grpc.StatusCode.OK
-
-        assert call("ServerLive", None) == grpc.StatusCode.OK
-        assert call("ServerMetadata", None) == grpc.StatusCode.UNAUTHENTICATED
-        assert call("ServerMetadata", "graphs") == grpc.StatusCode.OK
-        assert call("ModelInfer", "graphs") == grpc.StatusCode.PERMISSION_DENIED
-        assert call("ModelInfer", "app") == grpc.StatusCode.NOT_FOUND  # of a model without a name
 
 
 def test_a_client_without_tls_gets_nothing(server: LiveServer) -> None:
@@ -255,16 +239,10 @@ def test_each_request_has_a_line_with_its_id_and_nothing_that_it_brought(
     ask(server, "management", folder, "app", "GET", '/"x\u00e4', x_request_id="odd-path")
     ask(server, "inference", folder, "app", "POST", "/predictions/echo", bytes(LIMIT + 1),
         x_request_id="too-large")  # fmt: skip
-    trust = grpc.ssl_channel_credentials((folder / "cert.pem").read_bytes())
-    options = [("grpc.ssl_target_name_override", HOST), ("grpc.default_authority", HOST)]
-    with grpc.secure_channel(server.grpc, trust, options) as channel:
-        channel.unary_unary("/inference.GRPCInferenceService/ServerLive")(
-            b"", metadata=[("x-request-id", "by-grpc")], timeout=20
-        )
 
     def found() -> dict[str, dict[str, Any]] | None:
         lines = {line["http.request.id"]: line for line in lines_of(server, "access.log")}
-        wanted = ("of-the-log", "odd-path", "too-large", "by-grpc")
+        wanted = ("of-the-log", "odd-path", "too-large")
         return lines if all(id in lines for id in wanted) else None
 
     lines: dict[str, dict[str, Any]] = poll(found, "the lines are written")
@@ -280,8 +258,6 @@ def test_each_request_has_a_line_with_its_id_and_nothing_that_it_brought(
     assert lines["odd-path"]["http.response.status_code"] == 403
     assert lines["odd-path"]["url.path"] == "/%22x%C3%A4"
     assert lines["too-large"]["http.response.status_code"] == 413
-    assert lines["by-grpc"]["rpc.method"] == "inference.GRPCInferenceService/ServerLive"
-    assert lines["by-grpc"]["rpc.grpc.status_code"] == 0
     text = (server.state_dir / "logs" / "access.log").read_text()
     assert "secret" not in text and not any(token in text for token in TOKENS.values())
 

@@ -10,19 +10,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import grpc
 import httpx
 import numpy as np
 import pytest
 
 from modelyard.archiver import write_archive
-from modelyard.plugins.grpc.protos import message
 from modelyard.serve.api.events import event
 from modelyard.serve.api.inference import COUNTED_BYTES, count_instances
 from modelyard.serve.http.application import changes_models, with_pauses
 from tests.serve.live import LiveServer, build_archive, running
 
-SERVICE = "/inference.GRPCInferenceService/"
 INDEX, MODELS = "/v2/repository/index", "/v2/repository/models"
 
 
@@ -53,17 +50,6 @@ def operator(server: LiveServer) -> Iterator[httpx.Client]:
         yield client
 
 
-def call(server: LiveServer, name: str, token: str = "", **fields: Any) -> Any:
-    """Call a method of the Open Inference Protocol."""
-    request, answer = (message(f"inference.{name}{end}") for end in ("Request", "Response"))
-    metadata = [("authorization", f"Bearer {token}")] if token else []
-    with grpc.insecure_channel(server.grpc) as channel:
-        method = channel.unary_unary(
-            SERVICE + name, lambda m: m.SerializeToString(), answer.FromString
-        )
-        return method(request(**fields), timeout=60, metadata=metadata)
-
-
 def states(answer: httpx.Response) -> dict[str, str]:
     assert answer.status_code == 200, answer.text
     return {each["name"]: each["state"] for each in answer.json()}
@@ -78,16 +64,6 @@ def test_models_are_loaded_and_unloaded_by_name(server: LiveServer, operator: ht
     assert states(server.client.post(INDEX))["streamer"] == "UNAVAILABLE"
     assert "streamer" not in states(server.client.post(INDEX, json={"ready": True}))
     assert server.predict("streamer").status_code == 404
-
-    assert call(server, "RepositoryModelLoad", server.token, model_name="streamer").isLoaded
-    ready = call(server, "RepositoryIndex", ready=True)
-    assert {"numbers", "streamer", "tensors"} == {each.name for each in ready.models}
-    # As KServe's client sends it, whose messages have the model's name first.
-    kserve = call(server, "RepositoryModelUnload", server.token, repository_name="streamer")
-    assert kserve.isUnloaded
-    assert "streamer" not in {
-        each.name for each in call(server, "RepositoryIndex", ready=True).models
-    }
 
 
 @pytest.mark.nightly
@@ -132,10 +108,6 @@ def test_changes_need_the_token_of_operators(server: LiveServer) -> None:
         assert server.client.post(path).status_code == 401
         headers = {"Authorization": f"Bearer {server.inference_token}"}
         assert server.client.post(path, headers=headers).status_code == 403
-    for name in ("RepositoryModelLoad", "RepositoryModelUnload"):
-        with pytest.raises(grpc.RpcError) as raised:
-            call(server, name, model_name="tensors")
-        assert raised.value.code() == grpc.StatusCode.UNAUTHENTICATED
     assert states(server.client.post(INDEX))["tensors"] == "READY"
 
 
@@ -298,26 +270,6 @@ def test_streamed_tensors(streamer: LiveServer) -> None:
     assert "binary" in events(post(url, json=body("count 2", **binary)))[0]["error"]
     refused = post("/v2/models/tensors/infer_stream", json=body("x", **binary))
     assert (refused.status_code, "binary" in refused.json()["error"]) == (400, True)
-
-    request = message("inference.ModelInferRequest")(model_name="streamer")
-    request.inputs.add(name="body", shape=[1], datatype="BYTES")
-    asked = []
-    for text in (b"count 2", b"fail 1", b"count 1"):
-        one = message("inference.ModelInferRequest")()
-        one.CopyFrom(request)
-        one.raw_input_contents.append(len(text).to_bytes(4, "little") + text)
-        asked.append(one)
-    with grpc.insecure_channel(streamer.grpc) as channel:
-        method = channel.stream_stream(
-            f"{SERVICE}ModelStreamInfer", lambda m: m.SerializeToString(),
-            message("inference.ModelStreamInferResponse").FromString,
-        )  # fmt: skip
-        answers = list(method(iter(asked), timeout=60))
-    said = [
-        each.error_message or each.infer_response.raw_output_contents[0][4:].decode()
-        for each in answers
-    ]
-    assert said == ["2.0 ", "2.1 ", "2", "part ", "ValueError: no more", "1.0 ", "1"]
 
 
 def test_routes_of_streams_are_posted_to(streamer: LiveServer) -> None:

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import grpc
 import httpx
 import pytest
 
@@ -355,12 +354,6 @@ def check_that_it_starts(about: dict[str, Any]) -> None:
             answer = client.request("GET" if path in asked else "POST", path)
             assert (answer.status_code, answer.headers["retry-after"]) == (503, "1"), path
         assert client.get("/health/live").status_code == 200
-    with grpc.insecure_channel(about["faces"]["grpc"].removeprefix("grpc://")) as channel:
-        for method in ("ModelInfer", "ModelReady", "ModelMetadata"):
-            call = channel.unary_unary(f"/inference.GRPCInferenceService/{method}")
-            with pytest.raises(grpc.RpcError) as refused:
-                call(b"\x0a\x05gated", timeout=20)  # field 1, the model's name
-            assert refused.value.code() == grpc.StatusCode.UNAVAILABLE
 
 
 def server_file(state: Path) -> dict[str, object] | None:

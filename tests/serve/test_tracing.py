@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import gzip
 import http.server
+import json
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
-import grpc
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
@@ -21,7 +22,6 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 )
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
-from modelyard.plugins.grpc.protos import message
 from modelyard.serve.api.inference import route_of
 from modelyard.serve.dataplane.call import PREDICT, Target
 from modelyard.serve.dataplane.tracing import (
@@ -97,22 +97,30 @@ def collector() -> Iterator[Collector]:
         collector.shutdown()
 
 
-@pytest.fixture(scope="module")
-def server(collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    folder = tmp_path_factory.mktemp("tracing")
-    for behaviour in ("echo", "gated", "picky", "streamer", "tensors"):
+@contextmanager
+def sending_spans(
+    collector: Collector, folder: Path, *behaviours: str, settings: Mapping[str, Any] | None = None
+) -> Iterator[LiveServer]:
+    """Start a server that sends its spans, with a worker for each of these archives."""
+    for behaviour in behaviours:
         build_archive(folder / "store", behaviour, config="minWorkers: 1\nbatchSize: 4\n")
     config = folder / "modelyard.yaml"
-    config.write_text("tracing: true\n", encoding="utf-8")
+    config.write_text(json.dumps({"tracing": True, **(settings or {})}), encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
         patch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_off")
         patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
         patch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=test")
         with running(folder / "state", folder / "store", f"--config={config}") as server:
-            server.register_all(*(f"{name}.mar" for name in ("echo", "gated", "picky")))
-            server.register_all("streamer.mar", "tensors.mar")
+            server.register_all(*(f"{name}.mar" for name in behaviours))
             yield server
+
+
+@pytest.fixture(scope="module")
+def server(collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    folder = tmp_path_factory.mktemp("tracing")
+    with sending_spans(collector, folder, "echo", "gated", "picky", "streamer") as server:
+        yield server
 
 
 def traced(number: int) -> tuple[str, dict[str, str]]:
@@ -230,24 +238,6 @@ def test_a_streams_span_ends_with_its_last_chunk(
         assert list(chunks)
     spans = collector.of(id)
     assert spans["handler"].end_time_unix_nano > spans["handler"].start_time_unix_nano
-
-
-def test_a_call_by_grpc_is_traced_too(server: LiveServer, collector: Collector) -> None:
-    id, headers = traced(8)
-    request = message("inference.ModelInferRequest")(model_name="tensors")
-    tensor = request.inputs.add(name="x", datatype="FP32", shape=[1])
-    tensor.contents.fp32_contents.append(1.0)
-    with grpc.insecure_channel(server.grpc) as channel:
-        infer = channel.unary_unary(
-            "/inference.GRPCInferenceService/ModelInfer",
-            request_serializer=lambda given: given.SerializeToString(),
-            response_deserializer=message("inference.ModelInferResponse").FromString,
-        )
-        infer(request, timeout=20, metadata=(("traceparent", headers["traceparent"]),))
-    call = collector.of(id)["inference.GRPCInferenceService/ModelInfer"]
-    assert call.parent_span_id.hex() == SPAN
-    about = values(call.attributes)
-    assert (about["rpc.system"], about["rpc.grpc.status_code"]) == ("grpc", 0)
 
 
 def test_latency_has_the_trace_as_its_exemplar(server: LiveServer) -> None:

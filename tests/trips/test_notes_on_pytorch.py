@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from modelyard.client import Client
-from plugins.ops.tests.console.browser import browsing, find_missing, running_driver
+from tests.browser import browsing, find_missing, running_driver
 from tests.serve.live import LiveServer, modelyard, poll
 
 SCRIPT = Path(__file__).parent / "notes_on_pytorch.py"

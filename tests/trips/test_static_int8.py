@@ -127,4 +127,5 @@ def test_a_handler_answers_as_the_checkpoint_and_the_archive_verifies(
     with open_archive(path) as opened:
         checks = list(verify_archive(opened, device="cpu"))
     assert [check.problem for check in checks] == [None] * 4
-    assert checks[2].result == "answered as expected"
+    # Without a dry run, nobody has seen what the model reads and gives.
+    assert checks[2].result.startswith("answered as expected; ")

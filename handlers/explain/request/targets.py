@@ -146,6 +146,7 @@ class ExplainedModel:
         place = self.output_names.index(name)
         return replace(
             self,
+            agreement=self.agreement and replace(self.agreement, scale=None),  # of the other
             label=str,
             score=lambda outputs: _output_at(outputs, place, name),
             probabilities=lambda _: None,

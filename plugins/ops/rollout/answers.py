@@ -97,13 +97,13 @@ SAME = Comparison(Verdict.EQUAL, labels_agree=True)
 
 def compare_statuses(live: int, candidate: int) -> Comparison | None:
     """Return what two statuses say; None where both are answers."""
-    if live < 300 and candidate < 300:
+    if live == candidate and live < 300:
         return None
     said = f"status: expected {live}, got {candidate}"
     if live >= 500:
         failed = (Verdict.LIVE_FAILED, Verdict.BOTH_FAILED)[candidate >= 500]
         return Comparison(failed, None, said, math.inf)
-    if candidate >= 500 or live < 300:
+    if candidate >= 500 or live < 300 <= candidate:
         return Comparison(Verdict.CANDIDATE_FAILED, None, said, math.inf)
     if live == candidate:  # the same refusal, in whatever words
         return Comparison(Verdict.EQUAL, None)

@@ -12,7 +12,10 @@ import torch
 from transformers import BertConfig, BertModel
 
 from examples.minilm.make import train_tokenizer
+from modelyard.archiver import open_archive, write_archive
 from modelyard.handlers import BadInput, Context, LoadError, TextEncoder
+from modelyard.serve.control.model_config import load_model_config
+from modelyard.serve.settings import load_settings
 
 TEXTS = (
     "a good film",
@@ -147,3 +150,11 @@ def test_an_explanation_is_refused(initialized: Initialized) -> None:
     handler, context = initialized("texts.pt2")
     with pytest.raises(BadInput, match="explain a classifier"):
         handler.explain([{"body": "good"}], context)
+
+
+def test_batches_are_of_like_length(tmp_path: Path) -> None:
+    (artifact := tmp_path / "weights.bin").write_bytes(b"none")
+    file = write_archive("m", version="1.0", artifact=artifact, handler="text_encoder",
+                         output_dir=tmp_path)  # fmt: skip
+    with open_archive(file) as archive:
+        assert load_model_config(archive, load_settings({}, None, {})).by_length

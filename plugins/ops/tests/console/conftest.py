@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from plugins.ops.tests.console.browser import find_missing, running_driver
 from tests.archiver.conftest import fill
+from tests.browser import find_missing, running_driver
 
 
 @pytest.fixture(scope="session")

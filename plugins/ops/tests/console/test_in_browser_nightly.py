@@ -15,8 +15,8 @@ import pytest
 
 from modelyard.archiver import write_archive
 from modelyard.serve.http.tokens import make_grant
-from plugins.ops.tests.console.browser import Browser, choices
 from plugins.ops.tests.console.visits import WIDTHS, Visitor, visiting
+from tests.browser import Browser, choices
 from tests.serve.live import LiveServer, build_archive, poll, running
 from tests.shared import DIGITS
 

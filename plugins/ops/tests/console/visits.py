@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from plugins.ops.tests.console.browser import Browser, browsing
+from tests.browser import Browser, browsing
 from tests.serve.live import LiveServer
 
 WIDTHS = (360, 1024, 2560)

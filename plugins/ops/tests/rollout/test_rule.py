@@ -17,6 +17,7 @@ from modelyard.plugins.ops.rollout.rule import (
     Tally,
     bounds_of,
     parse_rule,
+    parts_of,
 )
 from modelyard.serve.errors import BadRequest
 
@@ -379,3 +380,90 @@ def test_bounds_know_nothing_before_anything_was_counted() -> None:
     assert found["failures"] == (0, -1, 1)
     assert found["labels"] == (0, 0, 1)
     assert found["p50"] == (0, 0, 1)
+
+
+def test_answers_beside_each_other_are_counted_by_who_failed() -> None:
+    counted = Tally()
+    for live, candidate, times in ((200, 200, 1), (200, 500, 2), (503, 200, 3), (500, 500, 4)):
+        for _ in range(times):
+            counted.answered(False, live)
+            counted.answered(True, candidate)
+    assert counted.failures == {0: 5, 1: 2, -1: 3}
+    assert (counted.live.clients, counted.candidate.clients) == (10, 10)
+
+
+@pytest.mark.parametrize(
+    ("candidate_s", "least", "most", "slower"), [(1.19, 0, 0, False), (1.3, 850, 900, True)]
+)
+def test_what_takes_longer_than_the_tail_allows_is_late(
+    candidate_s: float, least: int, most: int, slower: bool
+) -> None:
+    counted = Tally()
+    for _ in range(1000):  # the tail is known after a hundred
+        counted.timed(1.0, candidate_s)
+    assert least <= counted.tail[1] <= most
+    assert counted.slower == {slower: 1000}
+
+
+def of_noise(candidate: int, noise: int) -> Tally:
+    """Count 3,000 requests answered thrice, of which so many of ten differ, never the same."""
+    counted = Tally()
+    for at in range(3000):
+        counted.add(OTHER_LABEL if at % 10 < candidate else EQUAL, str(at))
+        counted.add_noise(OTHER_LABEL if at % 10 >= 10 - noise else EQUAL, str(at))
+    return counted
+
+
+@pytest.mark.parametrize(("candidate", "noise", "is_broken"), [(3, 2, True), (2, 2, False)])
+def test_of_two_that_differ_from_themselves_the_noise_is_taken_off_once(
+    candidate: int, noise: int, is_broken: bool
+) -> None:
+    excess = next(parts_of(Rule(), of_noise(candidate, noise)))
+    shown = [way.with_floor(0.01).is_shown(0.01, is_above=True) for way in excess.broken]
+    assert excess.name == "excess" and any(shown) is is_broken
+
+
+@pytest.mark.parametrize("rule", [Rule(), Rule(labels=0.9)], ids=str)
+def test_no_part_uses_more_than_the_chance_of_being_wrong(rule: Rule) -> None:
+    for part in parts_of(rule, of_noise(1, 1)):
+        for ways in (part.kept, part.broken):
+            # The upper bound of a floor uses as much again.
+            spent = sum(way.chance * (1 + (way.floor is not None)) for way in ways)
+            assert 0.5 <= spent <= 1 + 1e-9, part.name
+
+
+def test_ten_requests_that_are_all_slower_are_enough() -> None:
+    counted, shown = Tally(), []
+    for _ in range(10):
+        counted.timed(1.0, 1.3)
+        (way,) = next(part for part in parts_of(Rule(), counted) if part.name == "p50").broken
+        shown.append(way.is_shown(0.05, is_above=True))
+    assert shown == [False] * 9 + [True]
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_what_is_hardly_known_is_bounded_by_what_can_be(count: int) -> None:
+    counted = Tally()
+    for _ in range(count):
+        counted.timed(1.0, 1.0)
+    for name, bound in bounds_of(counted, 0.05).items():
+        least = -1 if name in ("excess", "failures", "p99") else 0
+        assert least <= bound.low <= bound.high <= 1, name
+
+
+@pytest.mark.parametrize(
+    ("clients", "reason"),
+    [
+        (299, "the candidate has answered 299 requests and the live version 299; expected 300 "),
+        (300, "3000 compared, and 0 timed: more are needed to tell how long it takes"),
+    ],
+)
+def test_a_canary_answers_as_many_clients_as_are_compared_at_least(
+    clients: int, reason: str
+) -> None:
+    judge, counted = Judge(Rule(least=300)), of_noise(0, 0)
+    for _ in range(clients):
+        counted.answered(False, 200)
+        counted.answered(True, 200)
+    judge.look(counted)
+    assert judge.explain(counted).reasons[0].startswith(reason)

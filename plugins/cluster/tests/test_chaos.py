@@ -15,7 +15,7 @@ import pytest
 from benchmarks.chaos import Outcome, missed
 from benchmarks.chaos_load import Account, Load
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 FIRST = {1: "close", 2: "refuse", 3: "another"}
 """What the server below does at the first attempt of a request, by its number."""
 
