@@ -198,6 +198,23 @@ def open_archive(
         raise
 
 
+def read_manifest(path: Path) -> Manifest:
+    """Return what an archive says it is; no digest in it is checked.
+
+    Raises:
+        ArchiveNotFound, RefusedArchive.
+    """
+    reader = _open(path)
+    try:
+        problems = reader.check(lambda done, total: None)
+        manifest, more = _read_manifest(reader, True) if reader.is_readable else (None, [])
+    finally:
+        reader.close()
+    if manifest is None:
+        raise RefusedArchive(f"{path.name} is refused", problems + more)
+    return manifest
+
+
 def _open(path: Path) -> Reader:
     """Choose the reader: a folder is one, `.mar` is a zip, and a gzip stream holds a tar."""
     if path.is_dir():

@@ -214,6 +214,22 @@ def find_signer(archive: Archive, trust: Trust, now: datetime | None = None) -> 
     return signer
 
 
+def find_signed(name: str, document: object, trust: Trust) -> tuple[TrustedKey, Statement]:
+    """Return which trusted key signed a bundle, and what it states.
+
+    Args:
+        name: name of what it belongs to, for messages.
+
+    Raises:
+        NotTrusted: the key is not known, or what it signed was changed.
+        ValueError: it is not a bundle, or states something else.
+    """
+    envelope = parse_bundle(document)
+    signer = _known(name, envelope.key_id, trust)
+    _verify(name, signer, envelope.signature, signed_bytes(envelope.payload))
+    return signer, parse_statement(envelope.payload)
+
+
 def claimed_key(archive: Archive) -> str:
     """Return the id of the key that an archive's signature names; nothing of it is believed.
 
@@ -231,10 +247,7 @@ def _check_statement(
     archive: Archive, document: object, trust: Trust
 ) -> tuple[TrustedKey, datetime | None]:
     """Return who signed what the archive holds, and until when."""
-    envelope = parse_bundle(document)
-    signer = _known(archive, envelope.key_id, trust)
-    _verify(archive, signer, envelope.signature, signed_bytes(envelope.payload))
-    statement = parse_statement(envelope.payload)
+    signer, statement = find_signed(archive.path.name, document, trust)
     found = {file.name: file.sha256 for file in archive.files if file.name != SIGNING_NAME}
     if found != dict(statement.digests):
         differing = sorted(dict(found.items() ^ statement.digests.items()))
@@ -245,12 +258,11 @@ def _check_statement(
     return signer, statement.expires
 
 
-def _known(archive: Archive, signer: str, trust: Trust) -> TrustedKey:
+def _known(name: str, signer: str, trust: Trust) -> TrustedKey:
     if signer not in trust.keys:
         trusted = ", ".join(sorted(str(key) for key in trust.keys.values()))
         raise NotTrusted(
-            f"{archive.path.name} is signed by the key {signer[:12]}…, which is not trusted; "
-            f"trusted: {trusted}"
+            f"{name} is signed by the key {signer[:12]}…, which is not trusted; trusted: {trusted}"
         )
     return trust.keys[signer]
 
@@ -289,7 +301,7 @@ def _sign(data: bytes, key: "PrivateKey") -> bytes:
         return key.sign(data, ec.ECDSA(SHA256()))
 
 
-def _verify(archive: Archive, signer: TrustedKey, signature: bytes, data: bytes) -> None:
+def _verify(name: str, signer: TrustedKey, signature: bytes, data: bytes) -> None:
     from cryptography.exceptions import InvalidSignature
     from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
@@ -302,7 +314,7 @@ def _verify(archive: Archive, signer: TrustedKey, signature: bytes, data: bytes)
             signer.key.verify(signature, data, ec.ECDSA(SHA256()))
     except InvalidSignature as error:
         raise NotTrusted(
-            f"{archive.path.name}: the signature of the key {signer} is wrong: what was signed was "
+            f"{name}: the signature of the key {signer} is wrong: what was signed was "
             "changed after it"
         ) from error
 

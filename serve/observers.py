@@ -11,7 +11,7 @@ from modelyard.serve.control.register import Lifecycle, Report
 from modelyard.serve.dataplane.metrics import Metrics
 from modelyard.serve.http.application import Answers, Check, Route
 from modelyard.serve.http.connection import Headers, RequestResponseCycle
-from modelyard.serve.http.tokens import Grants
+from modelyard.serve.http.tokens import ACTOR, Grants
 
 if TYPE_CHECKING:
     from fastapi import APIRouter
@@ -78,6 +78,7 @@ def with_observers(
         return next((each for each in observers if each.owns(path)), None)
 
     def check_others(path: str, headers: Headers) -> None:
+        ACTOR.set("anybody")
         if find(path) is None:
             check(path, headers)
 

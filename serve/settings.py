@@ -81,6 +81,7 @@ Split = BeforeValidator(_split)
 Place = Annotated[Path, AfterValidator(lambda path: path.expanduser().absolute())]
 Places = Annotated[tuple[Place, ...], Split]
 Words = Annotated[tuple[str, ...], Split]
+_ALERTS = r"https?://[\w.:\[\]-]+(/[\x21-\x7e]*)?"
 _HOST = r"\[[0-9A-Fa-f:.]+\]"
 Host = Annotated[
     str,
@@ -285,6 +286,14 @@ class Settings(BaseModel):
     """Size of the server's log and of each worker's; a full one is put aside as FILE.1."""
     log_keep: int = Field(default=3, ge=1)
     """Files put aside of each log; the oldest goes."""
+    alert_url: (
+        Annotated[str, _form(_ALERTS, "an address, as in https://alerts.example/hook")] | None
+    ) = None
+    """Address that gets a POST of JSON for events of the kinds below."""
+    alert_events: Words = ("restart-storm", "refusals", "returned", "failed")
+    """Kinds of events that are sent."""
+    alert_key_file: Place | None = None
+    """File of a key; alerts carry an HMAC-SHA256 of their body by it."""
     trusted_keys: Place | None = None
     """File of public keys (PEM), whose signatures are accepted."""
     require_signature: bool = False

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from modelyard.plugins.ops.console.alerts import Alerts
 from modelyard.plugins.ops.console.app import Console, is_console
+from modelyard.plugins.ops.console.events import Events
 from modelyard.plugins.ops.console.log import LogPages, attach
 from modelyard.plugins.ops.console.models import ModelPages
 from modelyard.plugins.ops.console.readings import Watch
@@ -13,8 +15,18 @@ from modelyard.plugins.ops.drift import Drifts
 from modelyard.plugins.ops.rollout.control import Rollouts
 from modelyard.plugins.ops.rollout.routes import rollout_routes
 from modelyard.serve.control.register import Report
+from modelyard.serve.control.state import StateDir, read_json
 from modelyard.serve.http.connection import RequestResponseCycle
 from modelyard.serve.observers import Host
+
+
+def how_it_ended(state: StateDir) -> str:
+    """Return that the server before this one of the same state folder died, where it did."""
+    try:
+        pid = read_json(state.server_file)["pid"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+    return f"; the one before, process {pid}, died: nothing stopped it as it should be"
 
 
 class Ops:
@@ -27,9 +39,15 @@ class Ops:
         self._rollouts = rollouts = Rollouts(lifecycle, host.metrics)
         self.routers = [rollout_routes(rollouts)]
         renderer = Renderer()
-        self._watch = Watch(registry)
-        models = ModelPages(lifecycle, renderer, self._watch, host.may_register)
-        log = LogPages(attach(host.unlogged), renderer)
+        self._watch, self._events = Watch(registry), Events()
+        self._watch.on_reading = self._events.look
+        self._alerts = Alerts(settings)
+        self._events.on_event.append(self._alerts)
+        registry.on_change.append(self._events.changed)
+        registry.on_event.append(self._events.told)
+        self._before = how_it_ended(lifecycle.policy.state)
+        models = ModelPages(lifecycle, renderer, self._watch, self._events, host.may_register)
+        log = LogPages(attach(host.unlogged), models, renderer, lifecycle.policy.state.log_file)
         tries = TryPages(models, renderer, settings)
         pages = [*models.pages(), *tries.pages(), *log.pages()]
         if host.may_register:
@@ -47,8 +65,11 @@ class Ops:
     async def restore(self, report: Report) -> None:
         """Go on with the roll-outs where the server ended."""
         await self._rollouts.restore(report)
+        self._watch.start()
+        self._events.open(self._before)
 
     async def stop(self) -> None:
         """End what looks on."""
         self._watch.close()
+        self._alerts.close()
         await self._rollouts.stop()

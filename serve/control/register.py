@@ -112,6 +112,8 @@ class Lifecycle:
                     check(archive)
                 return await self._add(archive, is_fetched, spec, allocator, waits, saves)
         except BaseException as error:
+            if isinstance(error, ArchiveError | ServeError):
+                self.registry.tell("not registered", spec.name or spec.location, "", str(error))
             if is_fetched:
                 file.unlink(missing_ok=True)
             if is_disk_full(error) and not isinstance(error, StorageFull):

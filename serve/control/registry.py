@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -126,6 +126,9 @@ class Registry:
         self.on_change: list[Callable[[ModelVersion, bool], None]] = []
         """Called with a version that is added, which it may refuse by raising, and True; and with
         one that was removed, and False."""
+        self.on_event: list[Callable[[Mapping[str, Any]], None]] = []
+        """Called with what happens besides: its `kind`, `model`, `version`, a `text` for people,
+        and what else is known of it."""
         self.notes: dict[str, Callable[[], Any]] = {}
         """What is remembered beside the models: name → what returns its JSON, empty for nothing."""
         self.lacks_all = False
@@ -186,6 +189,12 @@ class Registry:
         """Call what wants to know of a version that comes, or has gone."""
         for call in self.on_change:
             call(model, is_there)
+
+    def tell(self, kind: str, model: str, version: str, text: str, **more: Any) -> None:
+        """Call what wants to know of an event."""
+        event = {"kind": kind, "model": model, "version": version, "text": text, **more}
+        for call in self.on_event:
+            call(event)
 
     def add(self, model: ModelVersion) -> None:
         """Register; the first version of a name becomes its default."""

@@ -379,9 +379,13 @@ class KindMetrics:
         if trace_id:
             self.latency.exemplify(seconds, trace_id)
 
+    def by_code(self) -> dict[int, int]:
+        """Return how many answers had which status."""
+        return {code: int(counts[0].value) for code, counts in self._codes.items()}
+
     def counted(self) -> Counted:
         """Return the counts of answers."""
-        by_code = {code: int(counts[0].value) for code, counts in self._codes.items()}
+        by_code = self.by_code()
         return Counted(
             sum(by_code.values()),
             sum(count for code, count in by_code.items() if code >= 400),

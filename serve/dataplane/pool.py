@@ -45,6 +45,8 @@ class ReplicaSlot:
     task: asyncio.Task[None] | None = None
     worker: Worker | None = None
     restarts: int = 0
+    ended: str = ""
+    """How its last worker ended, for people; empty where none has."""
     is_closing: bool = False
     has_given_up: bool = False
     """It stays empty: no worker could be started for the whole retry window."""
@@ -255,6 +257,7 @@ class Pool:
                 self._give_up(slot)
                 return
             slot.restarts += 1
+            slot.ended = self._last_failure if self._failures else worker.end
             self.metrics.restarts.inc()
             pause_s = backoff.pause_s
             logger.warning("%s ended; replacing it in %g s", self._name(slot.number), pause_s)

@@ -572,6 +572,15 @@ class Worker(asyncio.BufferedProtocol):
         return errors.WorkerKilled() if self._was_killed else errors.WorkerDied()
 
     @property
+    def end(self) -> str:
+        """How it ended, for people."""
+        if self.is_condemned:
+            return "ended by the server: it took too long, or made no sense"
+        code = self._process.exit_code if self._process else None
+        how = "killed from outside, for lack of memory most likely"
+        return how if self._was_killed else f"it ended by itself, exit code {code}"
+
+    @property
     def _was_killed(self) -> bool:
         """Whether somebody else killed it: for memory, most likely."""
         code = self._process.exit_code if self._process else None

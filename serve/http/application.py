@@ -22,7 +22,7 @@ from modelyard.serve.dataplane.wire import VERSION_HEADER, Payload
 from modelyard.serve.front.begin import REQUEST_ID, Headers, Served, ServerState, request_id
 from modelyard.serve.http.connection import BODILESS, Answer, RequestResponseCycle, write_head
 from modelyard.serve.http.site import Cors
-from modelyard.serve.http.tokens import Grants, find_grant
+from modelyard.serve.http.tokens import ACTOR, Grants, find_grant
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +59,7 @@ def check_changes(
     """Return a check that asks for the operators' token where something is changed."""
 
     def check(path: str, headers: list[tuple[bytes, bytes]]) -> None:
+        ACTOR.set("anybody")
         (operators if is_change(path) else clients)(path, headers)
 
     return check
@@ -98,6 +99,8 @@ class TokenCheck:
             if name == b"authorization" and scheme.lower() == b"bearer":
                 grant = find_grant(self._grants(), token.lstrip(b" "))
                 if grant is not None and (right is None or right in grant.rights):
+                    if right == "manage":
+                        ACTOR.set(grant.name)
                     return
                 unfit = unfit or grant
         if unfit is not None:

@@ -13,6 +13,7 @@ import hashlib
 import re
 import secrets
 from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,8 @@ MOST_TOKENS = 100
 MOST_BYTES = 1 << 20
 LEAST_CHARACTERS = 32
 """Characters of a token that somebody chose."""
+ACTOR: ContextVar[str] = ContextVar("actor", default="the server")
+"""Name of the token of the operator for whom something is done; the server does the rest itself."""
 _NAME = re.compile(r"[\w.-]{1,128}", re.ASCII)
 _HASH = re.compile(r"sha256:[0-9a-f]{64}")
 _TOKEN = re.compile(r"[\x21-\x7e]+")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 
 from modelyard.archiver import ArchiveError
 from modelyard.plugins.ops.console.render import Renderer
-from modelyard.plugins.ops.console.sessions import AGE_S, Sessions
+from modelyard.plugins.ops.console.sessions import AGE_S, SLOW_S, Sessions
 from modelyard.plugins.ops.console.visit import Page, Visit, read_form, read_query
 from modelyard.serve.dataplane.wire import Buffer
 from modelyard.serve.errors import (
@@ -24,7 +25,7 @@ from modelyard.serve.errors import (
 )
 from modelyard.serve.http.application import Answers
 from modelyard.serve.http.connection import Answer, Headers, RequestResponseCycle
-from modelyard.serve.http.tokens import Grants
+from modelyard.serve.http.tokens import ACTOR, Grants
 
 logger = logging.getLogger(__name__)
 
@@ -147,6 +148,8 @@ class Console:
     async def _run(
         self, cycle: RequestResponseCycle, page: Page, visit: Visit, body: Sequence[Buffer] | None
     ) -> None:
+        if visit.session is not None:
+            ACTOR.set(visit.session.name)
         try:
             await self._renderer.prepare()
             if body is not None:
@@ -189,7 +192,7 @@ class Console:
     async def _show_sign_in(self, visit: Visit) -> Answer:
         if visit.session is not None:
             return visit.redirect("")
-        return self._sign_in_page(visit, 200, "")
+        return self._sign_in_page(visit, 200, self.sessions.why_ended(visit.cookie))
 
     def _sign_in_page(self, visit: Visit, status: int, message: str) -> Answer:
         values = {"message": message, "asks_for_token": self.sessions.asks_for_token}
@@ -201,6 +204,8 @@ class Console:
         except ServeError as error:
             logger.warning("console: a sign-in from %s is refused: %s", visit.address,
                            type(error).__name__)  # fmt: skip
+            if isinstance(error, TooManyAttempts):
+                await asyncio.sleep(SLOW_S)
             raise
         if visit.cookie:
             self.sessions.close(visit.cookie)

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
+import os
 from collections import deque
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
+from modelyard.plugins.ops.console.events import LOG
+from modelyard.plugins.ops.console.models import ModelPages
 from modelyard.plugins.ops.console.render import Renderer
 from modelyard.plugins.ops.console.visit import Page, Visit
+from modelyard.serve.control.register import pools_of
+from modelyard.serve.control.store import file_stem
+from modelyard.serve.dataplane.metrics import KINDS
 from modelyard.serve.errors import BadRequest
 from modelyard.serve.http.connection import Answer
 
@@ -19,6 +27,8 @@ MOST_CHARACTERS = 2000
 """Most characters of one record; the rest is cut."""
 SHOWN = 200
 """Lines on the page, the newest ones."""
+END_BYTES = 64 << 10
+"""End of a worker's log that is shown."""
 MOST_TEXT = 200
 """Characters that are looked for."""
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
@@ -96,15 +106,20 @@ def attach(unlogged: Collection[str] = ()) -> LogTail:
 class LogPages:
     """The log, and its updates."""
 
-    def __init__(self, tail: LogTail, renderer: Renderer) -> None:
+    def __init__(
+        self, tail: LogTail, models: ModelPages, renderer: Renderer, server_log: Path
+    ) -> None:
         self._tail = tail
+        self._models = models
         self._renderer = renderer
+        self._folder = server_log.parent
 
     def pages(self) -> Sequence[Page]:
         """Return them all."""
         return [
             Page("GET", "/log", "view", self._show),
             Page("GET", "/log/lines", "view", self._update),
+            Page("GET", f"/models/{{model}}/{{version}}{LOG}", "view", self._show_worker),
         ]
 
     async def _show(self, visit: Visit) -> Answer:
@@ -118,6 +133,24 @@ class LogPages:
         }
         return self._renderer.page(visit, "log.html", values)
 
+    async def _show_worker(self, visit: Visit) -> Answer:
+        """Show the end of what a worker has written; the file outlives the worker."""
+        model = self._models.find(visit)
+        pools = list(zip(KINDS, pools_of(model), strict=False))
+        names = [f"{kind}-{slot.number}" for kind, pool in pools for slot in pool.slots]
+        wanted = visit.query.get("worker", names[0] if names else f"{KINDS[0]}-1")
+        kind, _, number = wanted.partition("-")
+        stems = {kind: pool.plan.log_stem for kind, pool in pools}
+        if kind not in stems or not number.isdecimal() or len(number) > 6:
+            known = ", ".join(names)
+            raise BadRequest(f"worker: expected one of {known}, got {wanted[:40]!a}")
+        folder = self._folder / f"{file_stem(model.name)}-{model.version}"
+        text, is_cut = await asyncio.to_thread(read_end, folder / f"{stems[kind]}-{number}.log")
+        values = {"worker": wanted, "names": names, "text": text, "is_cut": is_cut}
+        return self._renderer.page(
+            visit, "worker_log.html", {**self._models.common(model, LOG), **values}
+        )
+
     async def _update(self, visit: Visit) -> Answer:
         return self._renderer.part("live_log.html", self._lines(*_wanted(visit)))
 
@@ -125,6 +158,18 @@ class LogPages:
         least = logging.getLevelNamesMapping()[level]
         found = self._tail.lines(least, contains)
         return {"lines": found[-SHOWN:][::-1], "left_out": max(0, len(found) - SHOWN)}
+
+
+def read_end(file: Path) -> tuple[str, bool]:
+    """Return the end of a file, from the start of a line on, and whether more comes before it."""
+    try:
+        with file.open("rb") as opened:
+            start = max(0, opened.seek(0, os.SEEK_END) - END_BYTES)
+            opened.seek(start)
+            data = opened.read(END_BYTES)
+    except FileNotFoundError:
+        return "", False
+    return (data.partition(b"\n")[2] if start else data).decode("utf-8", "replace"), start > 0
 
 
 def _wanted(visit: Visit) -> tuple[str, str]:

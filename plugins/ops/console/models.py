@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
-from urllib.parse import quote
 
-from modelyard.plugins.ops.console.readings import RECENT, TOTAL, Key, Percentile, Reading, Watch
+from modelyard.plugins.ops.console.events import LOG, Events, marks, place_of
+from modelyard.plugins.ops.console.readings import RECENT, TOTAL, Key, Watch
 from modelyard.plugins.ops.console.render import Renderer
 from modelyard.plugins.ops.console.visit import Page, Visit
 from modelyard.serve.control.register import Lifecycle, pools_of
 from modelyard.serve.control.registry import ModelVersion
 from modelyard.serve.dataplane.metrics import KINDS
-from modelyard.serve.dataplane.pool import Pool, ReplicaSlot
+from modelyard.serve.dataplane.pool import ReplicaSlot
 from modelyard.serve.errors import BadRequest
 from modelyard.serve.http.connection import Answer
 from modelyard.serve.memory import resident_bytes
@@ -23,7 +23,9 @@ NEWEST = 3
 """Points that an update brings along."""
 KEPT_PARTS = 100
 """Updates that are kept until the next reading, for all who look."""
-TABS = (("", "Live"), ("/try", "Try it"), ("/archive", "Archive"), ("/rollout", "Roll-out"))
+SHOWN_EVENTS = 20
+TABS = (("", "Live"), ("/try", "Try it"), ("/archive", "Archive"), (LOG, "Log"),
+        ("/rollout", "Roll-out"))  # fmt: skip
 """Pages of every version, in this order: path behind `/models/{model}/{version}`, and title."""
 State = tuple[str, str]
 """A word for people, and one for the style sheet: `good`, `warn` or `bad`."""
@@ -54,13 +56,19 @@ class ModelPages:
     """The pages, and what answers their forms."""
 
     def __init__(
-        self, lifecycle: Lifecycle, renderer: Renderer, watch: Watch, may_register: bool
+        self,
+        lifecycle: Lifecycle,
+        renderer: Renderer,
+        watch: Watch,
+        events: Events,
+        may_register: bool,
     ) -> None:
         self._may_register = may_register
         self._lifecycle = lifecycle
         self._registry = lifecycle.registry
         self._renderer = renderer
         self._watch = watch
+        self._events = events
         self._parts: dict[Key, tuple[int, Answer]] = {}
 
     def pages(self) -> Sequence[Page]:
@@ -81,6 +89,9 @@ class ModelPages:
             Page("POST", f"{version}/default", "manage", self._set_default),
         ]
 
+    def _place(self, model: ModelVersion) -> str:
+        return place_of(model.name, model.version)
+
     def get(self, name: str, version: str | None = None) -> ModelVersion:
         """Return a version, the default one unless named.
 
@@ -97,7 +108,7 @@ class ModelPages:
 
     async def _redirect(self, visit: Visit) -> Answer:
         name = visit.places.get("model")
-        return visit.redirect(place_of(self.get(name)) if name is not None else "")
+        return visit.redirect(self._place(self.get(name)) if name is not None else "")
 
     async def _overview(self, visit: Visit) -> Answer:
         self._watch.look()
@@ -116,16 +127,16 @@ class ModelPages:
         return model.name, model.version
 
     async def _points(self, visit: Visit) -> Answer:
-        points = list(map(point, self._watch.look(self._key(visit))))
+        points = self._watch.look(self._key(visit)).points(visit.query.get("span") == "hour")
         return 200, [(b"content-type", b"application/json")], json.dumps(points).encode()
 
     async def _live(self, visit: Visit) -> Answer:
         """Return an update, made once per reading for all who look."""
         key = self._key(visit)
-        window = self._watch.look(key)
+        history = self._watch.look(key)
         number, answer = self._parts.get(key, (-1, None))
         if answer is None or number != self._watch.number:
-            newest = json.dumps(list(map(point, list(window)[-NEWEST:])))
+            newest = json.dumps(history.points(most=NEWEST))
             # `root` is that of the page into which the update goes.
             if key == TOTAL:
                 values = {**self._overview_values(), "root": "console"}
@@ -148,7 +159,7 @@ class ModelPages:
         versions = self._registry.versions(model.name)
         return {
             "model": model,
-            "place": place_of(model),
+            "place": self._place(model),
             "tabs": TABS if self._may_register else TABS[:-1],
             "tab": tab,
             "is_default": self._registry.is_default(model),
@@ -161,40 +172,42 @@ class ModelPages:
             "rows": [
                 {
                     "model": model,
-                    "place": place_of(model),
+                    "place": self._place(model),
                     "is_default": self._registry.is_default(model),
                     "state": state_of(model),
                     "reading": latest.get((model.name, model.version)),
-                    "memory": self._memory(pools_of(model)),
+                    "memory": self._watch.memory_of(pools_of(model)),
                 }
                 for model in models
             ],
             "total": latest.get(TOTAL),
-            "memory": self._memory(pool for model in models for pool in pools_of(model)),
+            "memory": self._watch.memory_of(pool for model in models for pool in pools_of(model)),
             "server_memory": resident_bytes(),
             "failing": [model for model in models if state_of(model)[1] == "bad"],
             "recent_s": RECENT,
+            **self._event_values(TOTAL),
         }
 
     def _version_values(self, model: ModelVersion) -> dict[str, Any]:
         memory = self._watch.memory
         return {
             "model": model,
-            "place": place_of(model),
+            "place": self._place(model),
             "state": state_of(model),
             "why_none": model.pool.why_none,
             "reading": self._watch.latest.get((model.name, model.version)),
             "workers": [
-                (f"{kind} {slot.number}", state_of_worker(slot), slot, memory)
+                (f"{kind} {slot.number}", state_of_worker(slot), slot, memory, kind)
                 for kind, pool in zip(KINDS, pools_of(model), strict=False)
                 for slot in pool.slots
             ],
             "kinds": [self._counts(model, kind) for kind in range(len(KINDS))],
             "kept": model.answers.describe() if model.answers is not None else None,
-            "memory": self._memory(pools_of(model)),
+            "memory": self._watch.memory_of(pools_of(model)),
             "recent_s": RECENT,
             "most_workers": MOST_WORKERS,
             "may_unregister": self._may_register,
+            **self._event_values((model.name, model.version)),
         }
 
     def _counts(self, model: ModelVersion, kind: int) -> dict[str, Any]:
@@ -210,11 +223,9 @@ class ModelPages:
             "mean_s": metrics.latency.total / timed if timed else None,
         }
 
-    def _memory(self, pools: Iterable[Pool]) -> int | None:
-        """Return what the workers hold; None before that was read."""
-        pids = [slot.worker.pid for pool in pools for slot in pool.slots if slot.worker]
-        found = [self._watch.memory[pid] for pid in pids if pid in self._watch.memory]
-        return sum(found) if found else None
+    def _event_values(self, key: Key) -> dict[str, Any]:
+        events = self._events.of(key)
+        return {"events": events[:SHOWN_EVENTS], "marks": json.dumps(marks(events)), "key": key}
 
     # -- what is changed -------------------------------------------------------------------------
 
@@ -224,13 +235,15 @@ class ModelPages:
         if not text.isascii() or not text.isdecimal() or int(text[:6]) > MOST_WORKERS:
             raise BadRequest(f"workers: expected 0 to {MOST_WORKERS}, got {text[:40]!a}")
         await self._lifecycle.scale(model, int(text))
-        return visit.done(f"{model.name} {model.version} has {int(text)} workers", place_of(model))
+        return visit.done(
+            f"{model.name} {model.version} has {int(text)} workers", self._place(model)
+        )
 
     async def _set_default(self, visit: Visit) -> Answer:
         model = self.find(visit)
         self._lifecycle.set_default(model.name, model.version)
         said = f"{model.version} answers now where no version is named"
-        return visit.done(said, place_of(model))
+        return visit.done(said, self._place(model))
 
     async def _unregister(self, visit: Visit) -> Answer:
         model = self.find(visit)
@@ -241,24 +254,3 @@ class ModelPages:
             )
         await self._lifecycle.unregister(model)
         return visit.done(f"{model.name} {model.version} is unregistered", "")
-
-
-def place_of(model: ModelVersion) -> str:
-    """Return a version's path behind the console's; a dialect may take names of any characters."""
-    return f"/models/{quote(model.name, safe='')}/{quote(model.version, safe='')}"
-
-
-def point(reading: Reading) -> list[float | None]:
-    """Return a reading as plots have it: times in seconds and milliseconds, shares in percent."""
-
-    def ms(of: Percentile | None) -> float | None:
-        return round(of.seconds * 1e3, 4) if of is not None else None
-
-    return [
-        *(round(each, 2) for each in (reading.at, reading.rate, reading.errors, reading.refused)),
-        ms(reading.p50),
-        ms(reading.p99),
-        round(reading.batch, 2) if reading.batch is not None else None,
-        reading.queue,
-        round(reading.busy * 100, 1) if reading.busy is not None else None,
-    ]

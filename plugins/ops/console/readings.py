@@ -1,37 +1,49 @@
-"""What the server does, read once a second while somebody looks, and not at all otherwise.
+"""What the server does: read once a second, remembered for an hour, whether or not somebody looks.
 
 Counters and histograms of the data plane are there anyway; a reading copies a few numbers of each
-model version, and what is shown is the difference of two.
+model version by a timer, and what is shown is the difference of two.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
-from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from modelyard.serve.api.management import memory_bytes
 from modelyard.serve.control.register import pools_of
 from modelyard.serve.control.registry import ModelVersion, Registry
 from modelyard.serve.dataplane.call import PREDICT
 from modelyard.serve.dataplane.metrics import SECONDS
+from modelyard.serve.dataplane.pool import Pool
 
 logger = logging.getLogger(__name__)
 
 EVERY_S = 1.0
-LOOKED_S = 10.0
-"""Time after the last look at which readings end."""
 WINDOW = 300
-"""Readings that a plot shows: five minutes."""
+"""Readings that are remembered one by one: five minutes."""
 RECENT = 10
-"""Readings over which percentiles are taken; one second has too few requests for a p99."""
-MOST_WATCHED = 32
-"""Model versions of which a window is kept at once: those whose pages are open."""
-MEMORY_EVERY_S = 10.0
-"""Worker processes are asked for their memory so often: the kernel goes through all their pages."""
+"""Readings over which percentiles are taken, and of which one point of the hour is made; one second
+has too few requests for a p99."""
+POINTS = 360
+"""Points of the hour."""
+HISTORY_BYTES = 64 << 10
+"""Most memory of what is remembered of one version."""
+MOST_REMEMBERED = 64
+"""Most versions that are remembered; one that is busy takes the place of one that has been idle,
+and one that is looked at that of any."""
+IDLE_S = 300.0
+"""Time without answers and looks after which a version has been idle."""
+LOOKED_S = 10.0
+"""Time for which a look counts."""
+MEMORY_EVERY_S = 10.0, 30.0
+"""Worker processes are asked for their memory so often while somebody looks, and while nobody does:
+the kernel goes through all their pages."""
 
 Key = tuple[str, str]
 """A model's name and version."""
@@ -49,12 +61,8 @@ class Percentile(NamedTuple):
     """Bounds of the bucket; infinite above the last one."""
 
 
-Counts = Counter[str | int]
-"""What one version, or all, has counted: by name, and predictions by the bound they are under."""
-
-
 class Reading(NamedTuple):
-    """A second of one version, or of all."""
+    """A second of one version, or of all; or a longer time of it."""
 
     at: float
     """Seconds since 1970."""
@@ -75,19 +83,86 @@ class Reading(NamedTuple):
     workers: int
     busy: float | None
     """Share of the time of ready workers in which they had work."""
+    memory: int | None
+    """Bytes of its workers."""
+
+
+BUCKETS = len(SECONDS) + 1
+NAMES = ("answered", "errors", "refused", "late", "failed", "rows", "batches", "busy_s")
+"""What is counted besides: answers, those with status 400 or above, refusals (503), what had no
+answer in time (504), what failed otherwise (500 or above), rows, batches, time at work."""
+AT = {name: BUCKETS + place for place, name in enumerate(NAMES)}
+SIZE = BUCKETS + len(NAMES)
+"""Numbers of what a version has counted: predictions by bucket of latency, then by `NAMES`."""
+COLUMNS = 10
+"""Numbers of a point."""
+QUEUE = 7
+"""Column of what waits."""
+
+
+class History:
+    """Points of one version: the last five minutes by the second, the last hour by ten."""
+
+    def __init__(self) -> None:
+        self._fine, self._coarse = array("d"), array("d")
+        self.wanted_at = -math.inf
+        """Time of the last answer or look."""
+
+    def add(self, reading: Reading) -> None:
+        """Take the newest reading."""
+        _append(self._fine, point(reading), WINDOW)
+
+    def add_coarse(self, reading: Reading) -> None:
+        """Take one over the latest `RECENT` readings; of what waited, the most."""
+        row = point(reading)
+        row[QUEUE] = max(self._fine[-RECENT * COLUMNS :][QUEUE::COLUMNS], default=row[QUEUE])
+        _append(self._coarse, row, POINTS)
+
+    def points(
+        self, is_hour: bool = False, most: int = WINDOW + POINTS
+    ) -> list[list[float | None]]:
+        """Return points as plots have them, oldest first; of an hour, the newest ones are fine."""
+        rows = _rows(self._fine)
+        if is_hour:
+            first = rows[0][0] if rows else math.inf
+            rows = [row for row in _rows(self._coarse) if row[0] < first] + rows
+        return [[None if math.isnan(each) else each for each in row] for row in rows[-most:]]
+
+    def medians(self) -> Sequence[float]:
+        """Return the median latencies of the hour, in milliseconds, that are known."""
+        return [each for each in self._coarse[4::COLUMNS] if not math.isnan(each)]
+
+    @property
+    def size(self) -> int:
+        """Bytes that it holds."""
+        return self._fine.itemsize * (len(self._fine) + len(self._coarse))
+
+
+def _append(to: array[float], row: Sequence[float], most: int) -> None:
+    to.extend(row)
+    if len(to) > most * COLUMNS:
+        del to[:COLUMNS]
+
+
+def _rows(of: array[float]) -> list[list[float]]:
+    return [of[at : at + COLUMNS].tolist() for at in range(0, len(of), COLUMNS)]
 
 
 class Watch:
-    """Reads the versions of a registry while somebody looks. Lives on the event loop."""
+    """Reads the versions of a registry. Lives on the event loop."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
-        self._seen: dict[Key, deque[tuple[float, Counts]]] = {}
+        self._seen: dict[Key, deque[tuple[float, array[float]]]] = {}
         """The latest counts of each version, with their times, oldest first."""
-        self._windows: OrderedDict[Key, deque[Reading]] = OrderedDict()
-        self._looked_at: dict[Key, float] = {}
-        self._last_look = 0.0
+        self._histories: OrderedDict[Key, History] = OrderedDict()
+        """Those that were busy or looked at most recently come last."""
+        self._last_look = -math.inf
         self._timer: asyncio.TimerHandle | None = None
+        self.on_reading: Callable[[Watch], None] = lambda watch: None
+        """Called after each reading."""
+        self.models: Sequence[ModelVersion] = ()
+        """Versions of the latest reading."""
         self.latest: Mapping[Key, Reading] = {}
         """Latest reading of every version, and of `TOTAL`."""
         self.number = 0
@@ -95,80 +170,105 @@ class Watch:
         self.memory: Mapping[int, int] = {}
         """Bytes of each worker process, by its id."""
         self._memory_task: asyncio.Task[None] | None = None
-        self._memory_at = 0.0
+        self._memory_at = -math.inf
 
-    def look(self, key: Key = TOTAL) -> Sequence[Reading]:
-        """Return the window of a version, and go on reading for `LOOKED_S`."""
-        now = time.monotonic()
-        self._last_look = self._looked_at[key] = now
-        window = self._windows.get(key)
-        if window is None:
-            while len(self._windows) >= MOST_WATCHED:
-                old, _ = self._windows.popitem(last=False)
-                self._looked_at.pop(old, None)
-            window = self._windows[key] = deque(maxlen=WINDOW)
-        self._windows.move_to_end(key)
+    def look(self, key: Key = TOTAL) -> History:
+        """Return what is remembered of a version; from now on, where that was nothing."""
+        self._last_look = time.monotonic()
         if self._timer is None:
-            self._tick()
-        return window
+            self.start()
+        history = self._remember(key, math.inf)
+        assert history is not None
+        history.wanted_at = self._last_look
+        self._histories.move_to_end(key)
+        return history
 
-    def _tick(self) -> None:
+    def start(self) -> None:
+        """Begin to read."""
+        self._timer = asyncio.get_running_loop().call_later(EVERY_S, self.start)
         now = time.monotonic()
-        if now - self._last_look > LOOKED_S:
-            self._timer = None
-            self._seen.clear()
-            self._windows.clear()
-            self._looked_at.clear()
-            self.latest = {}
-            return
-        self._timer = asyncio.get_running_loop().call_later(EVERY_S, self._tick)
         try:
-            self._read(now)
+            self._read(now, time.time())
+            self.on_reading(self)
         except Exception:
             logger.exception("console: a reading failed")
-        if now - self._memory_at >= MEMORY_EVERY_S and (
+        pause_s = MEMORY_EVERY_S[now - self._last_look > LOOKED_S]
+        if now - self._memory_at >= pause_s and (
             self._memory_task is None or self._memory_task.done()
         ):
             self._memory_at = now
             self._memory_task = asyncio.create_task(self._read_memory())
 
-    def _read(self, now: float) -> None:
+    def _remember(self, key: Key, now: float) -> History | None:
+        """Return what is remembered of a version; None where others need the room."""
+        history = self._histories.get(key)
+        if history is None:
+            if len(self._histories) >= MOST_REMEMBERED:
+                oldest = next(iter(self._histories))
+                if now - self._histories[oldest].wanted_at < IDLE_S:
+                    return None
+                del self._histories[oldest]
+            history = self._histories[key] = History()
+        return history
+
+    def _read(self, now: float, at: float) -> None:
         models = list(self._registry)
-        readings: dict[Key, Reading] = {}
-        total, at = Counts(), time.time()
-        for model in models:
-            key = model.name, model.version
-            counts = count(model)
-            total.update(counts)
-            readings[key] = self._make(key, now, at, counts, [model])
-        readings[TOTAL] = self._make(TOTAL, now, at, total, models)
-        for key in self._seen.keys() - readings.keys():
-            del self._seen[key]
-        for key, window in list(self._windows.items()):
-            if key in readings and now - self._looked_at[key] <= LOOKED_S:
-                window.append(readings[key])
-            else:
-                del self._windows[key], self._looked_at[key]
-        self.latest = readings
+        counts = list(map(count, models))
+        total = array("d", map(sum, zip(*counts, strict=True))) or array("d", [0.0] * SIZE)
+        groups = [(TOTAL, models), *(((each.name, each.version), [each]) for each in models)]
         self.number += 1
+        readings: dict[Key, Reading] = {}
+        for (key, members), counted in zip(groups, [total, *counts], strict=True):
+            seen = self._seen.setdefault(key, deque(maxlen=RECENT + 1))
+            if seen and counted[AT["answered"]] < seen[-1][1][AT["answered"]]:
+                seen.clear()  # a version was unregistered, or another one has its name
+            seen.append((now, counted))
+            reading = readings[key] = self._make(
+                at, members, seen, seen[-2 if len(seen) > 1 else -1]
+            )
+            is_busy = bool(reading.rate) or key == TOTAL
+            has_room = is_busy or len(self._histories) < MOST_REMEMBERED
+            history = self._remember(key, now) if has_room else self._histories.get(key)
+            if history is not None:
+                history.add(reading)
+                if is_busy:
+                    history.wanted_at = now
+                    self._histories.move_to_end(key)
+                if self.number % RECENT == 0:
+                    history.add_coarse(self._make(at, members, seen, seen[0]))
+        for gone in self._seen.keys() - readings.keys():
+            del self._seen[gone]
+            self._histories.pop(gone, None)
+        self.models, self.latest = models, readings
+
+    def medians(self, key: Key) -> Sequence[float]:
+        """Return the median latencies of a version's hour, in milliseconds, that are known."""
+        history = self._histories.get(key)
+        return history.medians() if history is not None else ()
+
+    def recent(self, key: Key) -> Mapping[str, float]:
+        """Return what a version has counted over the latest `RECENT` readings, by `NAMES`."""
+        seen = self._seen[key]
+        return {name: seen[-1][1][at] - seen[0][1][at] for name, at in AT.items()}
 
     def _make(
-        self, key: Key, now: float, at: float, counts: Counts, models: Iterable[ModelVersion]
+        self,
+        at: float,
+        models: Sequence[ModelVersion],
+        seen: Sequence[tuple[float, array[float]]],
+        before: tuple[float, array[float]],
     ) -> Reading:
-        seen = self._seen.setdefault(key, deque(maxlen=RECENT + 1))
-        if seen and counts["answered"] < seen[-1][1]["answered"]:
-            seen.clear()  # a version was unregistered, or another one has its name
-        seen.append((now, counts))
-        models = list(models)
+        """Return the reading from one look to the newest one."""
+        now, counts = seen[-1]
+        span, since = (
+            now - before[0],
+            [new - old for new, old in zip(counts, before[1], strict=True)],
+        )
         workers = sum(len(model.pool.slots) for model in models)
         ready = sum(model.pool.ready_count for model in models)
-        queue = sum(batcher.waiting for model in models for batcher in model.batchers)
-        last_at, last = seen[-2] if len(seen) > 1 else (now, counts)
-        span, since, recent = now - last_at, counts.copy(), counts.copy()
-        since.subtract(last)
-        recent.subtract(seen[0][1])
-        rate, errors, refused = (since[name] / (span or 1.0) for name in RATES)
-        latency = [recent[bound] for bound in range(len(SECONDS) + 1)]
+        latency = [new - old for new, old in zip(counts[:BUCKETS], seen[0][1], strict=False)]
+        rate, errors, refused = (since[AT[name]] / (span or 1.0) for name in NAMES[:3])
+        batches, busy_s = since[AT["batches"]], since[AT["busy_s"]]
         return Reading(
             at,
             rate,
@@ -176,20 +276,24 @@ class Watch:
             refused,
             p50=percentile(latency, 0.5),
             p99=percentile(latency, 0.99),
-            batch=since["rows"] / since["batches"] if since["batches"] else None,
-            queue=queue,
+            batch=since[AT["rows"]] / batches if batches else None,
+            queue=sum(batcher.waiting for model in models for batcher in model.batchers),
             ready=ready,
             workers=workers,
-            busy=min(1.0, since["busy_s"] / (span * ready)) if span and ready else None,
+            busy=max(0.0, min(1.0, busy_s / (span * ready))) if span and ready else None,
+            memory=self.memory_of(pool for model in models for pool in pools_of(model)),
         )
+
+    def memory_of(self, pools: Iterable[Pool]) -> int | None:
+        """Return what workers hold; None before that was read."""
+        pids = [slot.worker.pid for pool in pools for slot in pool.slots if slot.worker is not None]
+        known = [self.memory[pid] for pid in pids if pid in self.memory]
+        return sum(known) if known else None
 
     async def _read_memory(self) -> None:
         pools = [pool for model in self._registry for pool in pools_of(model)]
         pids = [slot.worker.pid for pool in pools for slot in pool.slots if slot.worker is not None]
-        found: dict[int, int] = {}
-        for pid in pids:
-            found[pid] = await asyncio.to_thread(memory_bytes, pid)
-        self.memory = found
+        self.memory = {pid: await asyncio.to_thread(memory_bytes, pid) for pid in pids}
 
     def close(self) -> None:
         """Read no more."""
@@ -200,34 +304,47 @@ class Watch:
             self._memory_task.cancel()
 
 
-RATES = ("answered", "errors", "refused")
-
-
-def count(model: ModelVersion) -> Counts:
+def count(model: ModelVersion) -> array[float]:
     """Return what a version has counted so far."""
     predictions, kinds = model.metrics.kinds[PREDICT], model.metrics.kinds
-    counts: Counts = Counter(dict(enumerate(predictions.latency.counts)))
+    sums = dict.fromkeys(NAMES, 0.0)
     for kind in kinds:
-        counts.update(kind.counted()._asdict())
+        for name, number in zip(NAMES, kind.counted(), strict=False):
+            sums[name] += number
+        for code, number in kind.by_code().items():
+            if code >= 500 and code != 503:
+                sums["late" if code == 504 else "failed"] += number
     sizes = predictions.batch_size
-    # It adds and subtracts what is not whole as well.
-    more: dict[str | int, Any] = {"rows": sizes.total, "busy_s": model.pool.busy_s}
-    counts.update(more | {"batches": sum(sizes.counts)})
-    return counts
+    more = {"rows": sizes.total, "batches": sum(sizes.counts), "busy_s": model.pool.busy_s}
+    return array("d", [*predictions.latency.counts, *(sums | more).values()])
 
 
-def percentile(counts: Sequence[int], share: float) -> Percentile | None:
+def percentile(counts: Sequence[float], share: float) -> Percentile | None:
     """Return the latency below which a share of the answers was; None of no answers."""
     whole = sum(counts)
     if whole <= 0:
         return None
-    rank, below = share * whole, 0
+    rank, below = share * whole, 0.0
     for at, inside in enumerate(counts):
         if inside and below + inside >= rank:
             low = SECONDS[at - 1] if at else 0.0
             if at == len(SECONDS):
-                return Percentile(low, low, float("inf"))
+                return Percentile(low, low, math.inf)
             high = SECONDS[at]
             return Percentile(low + (high - low) * (rank - below) / inside, low, high)
         below += inside
     raise AssertionError("the ranks of a histogram end with its last count")
+
+
+def point(reading: Reading) -> list[float]:
+    """Return a reading as plots have it: milliseconds, percent and megabytes; NaN is unknown."""
+
+    def scaled(value: float | None, by: float) -> float:
+        return math.nan if value is None else value * by
+
+    p50, p99 = (of and of.seconds for of in (reading.p50, reading.p99))
+    return [
+        *(reading.at, reading.rate, reading.errors, reading.refused),
+        *(scaled(p50, 1e3), scaled(p99, 1e3), scaled(reading.batch, 1.0), reading.queue),
+        *(scaled(reading.busy, 100.0), scaled(reading.memory, 1e-6)),
+    ]

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from modelyard.archiver import ArchiveError
+from modelyard.archiver.manifest import Manifest
+from modelyard.archiver.read import read_manifest
 from modelyard.plugins.ops.console.answers import cut
 from modelyard.plugins.ops.console.models import ModelPages
 from modelyard.plugins.ops.console.render import Renderer
 from modelyard.plugins.ops.console.visit import Page, Visit
-from modelyard.plugins.ops.rollout.control import NoRollout, Rollouts
+from modelyard.plugins.ops.rollout.control import NoRollout, Rollouts, check_follows
 from modelyard.plugins.ops.rollout.record import ACTIVE, format_share, parse_plan
+from modelyard.serve.control.registry import ModelVersion
 from modelyard.serve.control.store import list_archives
 from modelyard.serve.errors import Conflict, NoSuchRoute, ServeError
 from modelyard.serve.http.connection import Answer
@@ -19,8 +24,10 @@ from modelyard.serve.settings import Settings
 ROLLOUT = "/rollout"
 ROOT = "../../.."
 """The way from the page to the console's first; its updates come from one level below."""
-PLAN = ("shadow", "for", "canary", "rule", "expect")
+PLAN = ("shadow", "for", "canary", "rule", "expect", "header")
 """Texts of the form, as the management API has them."""
+MOST_ARCHIVES = 500
+"""Archives of the store that are looked at."""
 SHARES = {
     "disagreement": "Answers that differ",
     "noise": "Noise: the live version from itself",
@@ -56,6 +63,7 @@ class RolloutPages:
         self._renderer = renderer
         self._rollouts = rollouts
         self._settings = settings
+        self._manifests: dict[tuple[str, int, int], Manifest] = {}
 
     def pages(self) -> Sequence[Page]:
         """Return them all."""
@@ -76,9 +84,29 @@ class RolloutPages:
 
     async def _page(self, visit: Visit) -> Answer:
         values = self._values(visit)
-        if values["status"] is None or not values["is_active"]:
-            values["files"] = list_archives(self._settings.model_store)
+        values["followers"] = await asyncio.to_thread(self._followers, values["model"])
         return self._renderer.page(visit, "rollout.html", values)
+
+    def _followers(self, model: ModelVersion) -> Sequence[tuple[str, str]]:
+        """Return file and version of the store's archives that can follow a version.
+
+        Of as many as are new or have changed only the manifest is read, once.
+        """
+        store, found = self._settings.model_store, []
+        for name in list_archives(store)[:MOST_ARCHIVES]:
+            try:
+                stamp = (store / name).stat()
+                key = name, stamp.st_mtime_ns, stamp.st_size
+                if key not in self._manifests:
+                    if len(self._manifests) >= 2 * MOST_ARCHIVES:
+                        self._manifests.clear()
+                    self._manifests[key] = read_manifest(store / name)
+                manifest = self._manifests[key]
+                check_follows(manifest, name, model)
+                found.append((name, manifest.model_version))
+            except (OSError, ArchiveError, Conflict):
+                continue
+        return found
 
     async def _live(self, visit: Visit) -> Answer:
         values = {"root": ROOT, "session": visit.session, **self._values(visit)}

@@ -20,12 +20,20 @@ MOST_SESSIONS = 64
 AGE_S = 12 * 3600
 """Age at which a session ends, used or not."""
 MOST_FAILURES = 10
-"""Wrong tokens from one address within `FAILURES_S`; then none is looked at until that is over."""
+"""Wrong tokens from one address within `FAILURES_S`; a further wrong one waits for `SLOW_S`, and is
+told so. A right one passes: behind a proxy all operators have one address."""
 FAILURES_S = 60
+SLOW_S = 1.0
 MOST_ADDRESSES = 1024
 """Most addresses whose failures are counted; one more forgets the oldest."""
 MOST_NOTICES = 5
 """Most notices that wait for a session's next page."""
+REVOKED = (
+    "you are signed out: the token that you signed in with was taken away, or its rights were "
+    "changed; sign in with one that this server knows"
+)
+OVER = f"you are signed out: a session lasts {AGE_S // 3600} hours; sign in again"
+UNKNOWN = "sign in again: the server has started anew since you signed in, or forgot the session"
 SIGNS_IN = ("view", "manage")
 """A token with one of these rights may sign in."""
 
@@ -66,6 +74,7 @@ class Sessions:
         self._grants = grants
         self._time = time
         self._sessions: OrderedDict[bytes, Session] = OrderedDict()
+        self._ended: dict[bytes, str] = {}
         self._failures: OrderedDict[str, list[float]] = OrderedDict()
 
     @property
@@ -82,7 +91,7 @@ class Sessions:
         Raises:
             Unauthorized: nobody knows the token.
             Forbidden: it has not the right.
-            TooManyAttempts: the token was not even looked at.
+            TooManyAttempts: it is one more wrong token from the address.
         """
         name, rights, digest = "anybody", frozenset({"manage"}), None
         if self._grants is not None:
@@ -96,14 +105,13 @@ class Sessions:
         return id
 
     def _check(self, grants: Sequence[Grant], token: str, address: str) -> Grant:
-        now = self._time()
-        failures = [at for at in self._failures.get(address, ()) if now - at < FAILURES_S]
-        if len(failures) >= MOST_FAILURES:
-            raise TooManyAttempts(int(FAILURES_S - (now - failures[0])) + 1)
-        grant = find_grant(grants, token.encode())
+        grant, now = find_grant(grants, token.encode()), self._time()
         if grant is not None and not grant.rights.isdisjoint(SIGNS_IN):
             self._failures.pop(address, None)
             return grant
+        failures = [at for at in self._failures.get(address, ()) if now - at < FAILURES_S]
+        if len(failures) >= MOST_FAILURES:
+            raise TooManyAttempts(int(FAILURES_S - (now - failures[0])) + 1)
         while len(self._failures) >= MOST_ADDRESSES:
             self._failures.popitem(last=False)
         self._failures[address] = [*failures, now]
@@ -128,9 +136,16 @@ class Sessions:
         )
         if not is_known or self._time() >= session.ends_at:
             del self._sessions[key]
+            self._ended = {**self._ended, key: REVOKED if not is_known else OVER}
+            while len(self._ended) > MOST_SESSIONS:
+                del self._ended[next(iter(self._ended))]
             return None
         self._sessions.move_to_end(key)
         return session
+
+    def why_ended(self, id: str) -> str:
+        """Return why the session of a cookie has ended, for whoever had it."""
+        return self._ended.get(digest_of(id.encode()), UNKNOWN) if id else ""
 
     def close(self, id: str) -> None:
         """Sign out."""

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 from modelyard.archiver import Archive, ArchiveError
+from modelyard.archiver.manifest import Manifest
 from modelyard.plugins.ops.rollout.comparer import Comparer
 from modelyard.plugins.ops.rollout.metrics import RolloutMetrics, rollout_families
 from modelyard.plugins.ops.rollout.record import (
@@ -37,6 +38,7 @@ from modelyard.serve.control.register import Lifecycle, Report
 from modelyard.serve.control.registry import ModelVersion
 from modelyard.serve.dataplane.metrics import Metrics
 from modelyard.serve.errors import BadRequest, Conflict, ModelNotFound, NoSuchRoute, ServeError
+from modelyard.serve.http.tokens import ACTOR
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +46,13 @@ TICK_S = 0.25
 """Time from one look at what was found to the next."""
 SHADOWS_NICENESS = 10
 """Niceness of a candidate's workers that answer nobody: those that answer go first on a core."""
+EVENTS = {
+    State.CANDIDATE: "roll-out begun",
+    State.SHADOW: "roll-out begun",
+    State.CANARY: "promoted",
+    State.DEFAULT: "promoted",
+}
+"""State → kind of the event that leads there; of the others, their own names."""
 NOTE = "rollouts"
 """What the server's state file calls them."""
 
@@ -199,6 +208,7 @@ class Rollouts:
                     raise Conflict(f"another version of {name} was made the default meanwhile")
                 self._rollouts[name] = rollout
                 rollout.hold()
+                self._tell(rollout, record.events[-1]["why"])
                 self._lifecycle.save()
             except BaseException:
                 if before is None:
@@ -279,6 +289,7 @@ class Rollouts:
 
     def _tick(self) -> None:
         self._ticker = None
+        ACTOR.set("the server")  # whoever has started what is looked at
         for rollout in list(self._rollouts.values()):
             self._look(rollout)
         self._arm()
@@ -365,7 +376,7 @@ class Rollouts:
                 rollout.hold()
                 if state in defaults:
                     registry.set_default(name, defaults[state])
-                self._save(state)
+                self._save(rollout, why)
         except BaseException:
             rollout.record = record
             rollout.hold()
@@ -374,14 +385,27 @@ class Rollouts:
         logger.info("roll-out of %s %s: %s, it was %s: %s", name, record.candidate.version,
                     rollout.record.label, record.label, why)  # fmt: skip
 
-    def _save(self, state: State) -> None:
+    def _tell(self, rollout: Rollout, why: str) -> None:
+        """Tell who wants to know of a new state, and on what evidence it stands."""
+        record = rollout.record
+        found = rollout.trial.to_json() if rollout.trial is not None else rollout.found
+        versions = {"candidate": vars(record.candidate), "live": vars(record.live)}
+        kind, text = EVENTS.get(record.state, record.state), f"{record.label}: {why}"
+        evidence = {name: each for name, each in found.items() if name not in ("worst", "dropped")}
+        version = record.candidate.version
+        more = {"page": "/rollout", **versions, "evidence": evidence}
+        self._registry.tell(kind, record.model, version, text, **more)
+
+    def _save(self, rollout: Rollout, why: str) -> None:
         """Remember the change; what protects clients is done even where it cannot be remembered."""
-        try:
-            self._lifecycle.save()
-        except ServeError as error:
-            if state not in (State.RETURNED, State.FAILED):
-                raise
-            logger.error("%s", error)
+        state = rollout.record.state
+        for step in (partial(self._tell, rollout, why), self._lifecycle.save):
+            try:
+                step()
+            except Exception as error:
+                if state not in (State.RETURNED, State.FAILED):
+                    raise
+                logger.error("%s", error, exc_info=not isinstance(error, ServeError))
 
     def _enter(self, rollout: Rollout) -> None:
         """Begin or end a trial, and send a share to a canary, as the state has it."""
@@ -543,9 +567,18 @@ def check_fits(archive: Archive, live: ModelVersion) -> None:
         Conflict: it is the same one, or of another model, or takes other inputs.
     """
     manifest, file = archive.manifest, archive.path.name
-    said = (live.manifest or {}).get("model", {})
     if archive.digest == live.digest:
         raise ServesAlready(f"{file} is what {live.name} {live.version} serves already")
+    check_follows(manifest, file, live)
+
+
+def check_follows(manifest: Manifest, file: str, live: ModelVersion) -> None:
+    """Refuse an archive whose manifest says that it cannot follow the version that answers.
+
+    Raises:
+        Conflict: it is of another model or of the same version, or takes other inputs.
+    """
+    said = (live.manifest or {}).get("model", {})
     if manifest.model_name not in (live.name, said.get("modelName"), None):
         raise Conflict(
             f"{file} is an archive of {manifest.model_name}; expected one of {live.name}: "

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import httpx
 import pytest
 
+from modelyard.plugins.ops.console.readings import COLUMNS
 from modelyard.plugins.ops.console.render import POLICY
 from modelyard.plugins.ops.console.visit import FORM_BYTES
 from modelyard.serve.http.tokens import make_grant
@@ -166,7 +167,7 @@ def test_the_pages_show_what_is_served_and_done(server: LiveServer, viewer: Brow
     kept = viewer.get("/console/models/echo/1.0").text.partition("Answers that are kept")[2]
     assert '<th scope="row">2</th><td data-name="Not found" class="n">1</td>' in kept
     points = poll(lambda: viewer.get("/console/models/echo/1.0/points").json(), "a reading")
-    assert all(len(point) == 9 for point in points)
+    assert all(len(point) == COLUMNS for point in points)
     overview = viewer.get("/console").text
     assert 'href="console/models/echo/1.0"' in overview and "1 of 1" in poll(
         lambda: "1 of 1" in (text := viewer.get("/console/live").text) and text, "workers"
@@ -344,3 +345,46 @@ def test_tokens_stand_in_no_address_and_in_no_log(server: LiveServer, operator: 
         assert f"?{operator.csrf()}" not in text and 'method="get"' not in text.replace(
             'class="panel filter" method="get"', ""
         )
+
+
+def test_the_form_of_a_roll_out_offers_what_can_follow_and_the_page_sees_one_begun_elsewhere(
+    server: LiveServer, operator: Browser
+) -> None:
+    place = "/console/models/echo/1.0/rollout"
+    page = operator.get(place).text
+    assert re.findall(r'<option value="([^"]+)">([^<]+)<', page) == [
+        ("second.mar", "2.0: second.mar")
+    ]
+    assert 'name="header"' in page and "is under way" in operator.get(f"{place}/live").text
+    fields = {"file": "second.mar", "header": "not a header"}
+    assert operator.post("/models/echo/1.0/rollout/start", csrf=operator.csrf(), **fields)
+    assert "expected the name of a header" in operator.get(place).text
+    begun = server.management.post("/models/echo/rollout", params={"url": "second.mar"})
+    assert begun.status_code == 200, begun.text
+    try:
+        live = operator.get(f"{place}/live").text
+        assert "data-active" in live and "shadow" in live
+        events = operator.get("/console").text.partition('id="events"')[2]
+        assert "roll-out begun" in events
+    finally:
+        assert server.management.post("/models/echo/rollout/abort").status_code == 200
+    link = re.search(r'aborted.*?href="([^"]+)"', operator.get("/console").text, re.DOTALL)
+    assert link is not None
+    assert operator.client.get(f"/{link[1]}").status_code == 200
+
+
+def test_a_workers_log_is_one_link_from_its_row(server: LiveServer, viewer: Browser) -> None:
+    page = viewer.get("/console/models/echo/1.0").text
+    assert '/models/echo/1.0/log?worker=predict-1"' in page
+    shown = viewer.get("/console/models/echo/1.0/log?worker=predict-1")
+    assert shown.status_code == 200 and "Log of worker predict-1" in shown.text
+    for wrong in ("../x-1", "predict-..", "predict-", "predict-1234567", "train-1", "<script>-1"):
+        found = viewer.client.get("/console/models/echo/1.0/log", params={"worker": wrong})
+        assert found.status_code == 400 and "<script>" not in found.text
+
+
+def test_who_is_signed_out_reads_why(server: LiveServer) -> None:
+    browser = Browser(server)
+    browser.client.cookies.set(f"modelyard-console-{browser.client.base_url.port}", "x" * 43)
+    assert "started anew" in browser.get("/console/sign-in").text
+    assert "started anew" not in Browser(server).get("/console/sign-in").text

@@ -148,6 +148,7 @@ def test_fifty_models_are_one_page(visitor: Visitor, server: LiveServer) -> None
         page.resize(WIDTHS[1])
         page.find(f'a[href$="/models/{names[-1]}/1.0"]').click()
         page.shows("no workers")
+        visitor.open()  # or its page asks for a version that has gone
     finally:
         for name in names:
             server.management.delete(f"/models/{name}")
@@ -249,7 +250,7 @@ def test_who_may_only_look_finds_nothing_that_acts(
         page.shows("read only")
         for path in ("", "/rollout"):
             visitor.open(f"/models/digits/1.0{path}")
-            assert [each for each in choices(page.find_all("main button")) if each] == []
+            assert [each for each in choices(page.find_all("main form button")) if each] == []
         visitor.open("/models/digits/1.0/try")
         assert not any(each.value_of("disabled") is False for each in page.find_all(".try button"))
         visitor.forgiven = ["403"]
@@ -259,6 +260,45 @@ def test_who_may_only_look_finds_nothing_that_acts(
             return fetch(to, {method: 'POST', body: form}).then(answer => answer.status);"""
         )
         assert status == 403
+
+
+def test_tables_are_searched_and_sorted_while_they_are_renewed(visitor: Visitor) -> None:
+    page = visitor.open()
+    rows = "#served tbody tr"
+    page.wait(lambda: len(page.find_all(rows)) >= 2, "both are shown")
+
+    def names() -> list[str]:
+        return [row.text.split()[0] for row in page.find_all(rows) if row.is_shown]
+
+    page.find("#served th:nth-child(1) button").click()
+    page.wait(lambda: names() == sorted(names()), "sorted by name")
+    page.find("#served th:nth-child(1) button").click()
+    page.wait(lambda: names() == sorted(names(), reverse=True), "and the other way round")
+    time.sleep(2.5)  # two updates
+    assert names() == sorted(names(), reverse=True) and len(names()) >= 2
+    page.find("#find").type("dig")
+    page.wait(lambda: set(names()) == {"digits"}, "only what was looked for")
+    time.sleep(2.5)
+    assert set(names()) == {"digits"}
+
+
+def test_an_hour_is_a_click_away(visitor: Visitor) -> None:
+    page = visitor.open("/models/echo/1.0")
+    plot = page.find("[data-plot=rate] .canvas")
+    page.wait(lambda: "the last five minutes" in plot.label, "five minutes are shown")
+    page.find("[data-span=hour]").click()
+    page.wait(lambda: "the last hour" in plot.label and "now" in plot.label, "an hour is")
+
+
+def test_a_roll_out_that_a_colleague_begins_is_seen(visitor: Visitor, server: LiveServer) -> None:
+    page = visitor.open("/models/digits/1.0/rollout")
+    page.shows("is under way", "#live")
+    assert page.find("form[action$=start]").is_shown
+    place, query = "/models/digits/rollout", {"url": "digits-2.0.mar"}
+    assert server.management.post(place, params=query).status_code == 200
+    page.shows("Candidate 2.0", "#live", 10)
+    assert not page.find("form[action$=start]").is_shown
+    assert server.management.post(f"{place}/abort").status_code == 200
 
 
 def test_a_whole_roll_out_by_the_pages_buttons(visitor: Visitor, server: LiveServer) -> None:
@@ -308,6 +348,8 @@ def test_a_server_that_does_not_answer_is_said_to_be_lost(driver: str, tmp_path:
             server.signal(signal.SIGSTOP)
             try:
                 page.shows("No answer from the server", timeout_s=40)
+                color = "return getComputedStyle(document.querySelector('#served .state')).color"
+                assert page.run(color) == page.run(color.replace("#served .state", "thead th"))
             finally:
                 server.signal(signal.SIGCONT)
             page.wait(lambda: not page.find("[data-lost]").is_shown, "it answers again")

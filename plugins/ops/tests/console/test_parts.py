@@ -12,7 +12,9 @@ from pytest import approx
 
 from modelyard.plugins.ops.console.log import MOST_CHARACTERS, MOST_LINES, LogTail
 from modelyard.plugins.ops.console.readings import (
-    MOST_WATCHED,
+    HISTORY_BYTES,
+    MOST_REMEMBERED,
+    POINTS,
     RECENT,
     TOTAL,
     WINDOW,
@@ -87,12 +89,42 @@ def test_wrong_tokens_are_not_looked_at_for_ever(sessions: Sessions, time: Time)
     for _ in range(MOST_FAILURES):
         with pytest.raises(Unauthorized):
             sessions.open("x" * 40, "a")
-    with pytest.raises(TooManyAttempts) as refused:
-        sessions.open(TOKEN, "a")  # nor are right ones, or guessing would be seen to work
-    assert refused.value.retry_after_s == FAILURES_S + 1
-    sessions.open(TOKEN, "b")  # another address is another person
+    for wrong in ("x" * 40, OTHER):
+        with pytest.raises(TooManyAttempts) as refused:
+            sessions.open(wrong, "a")
+        assert refused.value.retry_after_s == FAILURES_S + 1
+    with pytest.raises(Unauthorized):
+        sessions.open("x" * 40, "b")  # another address is another person
     time.now += FAILURES_S
-    sessions.open(TOKEN, "a")
+    with pytest.raises(Unauthorized):
+        sessions.open("x" * 40, "a")
+
+
+def test_a_right_token_passes_whatever_was_wrong_from_its_address(sessions: Sessions) -> None:
+    for _ in range(3 * MOST_FAILURES):
+        with pytest.raises((Unauthorized, TooManyAttempts)):
+            sessions.open("x" * 40, "the proxy")
+    assert sessions.find(sessions.open(TOKEN, "the proxy")) is not None
+
+
+def test_who_is_signed_out_is_told_why(time: Time) -> None:
+    grants = [make_grant("ops", "manage", TOKEN)]
+    sessions = Sessions(lambda: grants, time)
+    old, gone = sessions.open(TOKEN, "a"), sessions.open(TOKEN, "a")
+    assert sessions.why_ended("") == ""
+    time.now += AGE_S
+    assert sessions.find(old) is None and "12 hours" in sessions.why_ended(old)
+    new = sessions.open(TOKEN, "a")
+    grants.clear()
+    assert sessions.find(new) is None and "taken away" in sessions.why_ended(new)
+    assert "started anew" in sessions.why_ended("of a server before")
+    assert gone  # its reason is looked for when its cookie comes
+    for number in range(2 * MOST_SESSIONS):
+        grants[:] = [make_grant("ops", "manage", TOKEN)]
+        id = sessions.open(TOKEN, str(number))
+        grants.clear()
+        assert sessions.find(id) is None
+    assert len(sessions._ended) == MOST_SESSIONS
 
 
 def test_addresses_whose_failures_count_are_bounded(sessions: Sessions) -> None:
@@ -188,7 +220,7 @@ class Served:
 
     def __init__(self) -> None:
         metrics = VersionMetrics(Metrics(), "m", "1")
-        pool = SimpleNamespace(slots=[1, 2], ready_count=2, busy_s=0.0)
+        pool = SimpleNamespace(slots=[SimpleNamespace(worker=None)] * 2, ready_count=2, busy_s=0.0)
         queue = SimpleNamespace(waiting=3)
         self.model = SimpleNamespace(
             name="m", version="1", metrics=metrics, pool=pool, batchers=[queue, queue],
@@ -205,23 +237,17 @@ def test_a_reading_is_the_difference_of_two_seconds() -> None:
     served, key = Served(), ("m", "1")
     watch = Watch(cast(Any, served))
 
-    async def run() -> None:
-        loop = asyncio.get_running_loop()
-        loop.call_later = lambda *_: cast(Any, SimpleNamespace(cancel=lambda: None))  # type: ignore[method-assign]
-        watch._memory_at = float("inf")
-        watch.look(key)
-        for second in range(1, 4):
-            for _ in range(30):
-                served.predict.answered(200, 0.004)
-            for _ in range(10):
-                served.predict.answered(503, 0.0001)
-            served.predict.refused_full.inc(10)
-            served.predict.batch_size.observe(4)
-            served.model.pool.busy_s += 1.0
-            watch._read(watch._seen[key][0][0] + second)
-        watch.close()
-
-    asyncio.run(run())
+    watch._read(0, 0)
+    for second in range(1, 4):
+        for _ in range(30):
+            served.predict.answered(200, 0.004)
+        for _ in range(10):
+            served.predict.answered(503, 0.0001)
+        served.predict.refused_full.inc(10)
+        served.predict.batch_size.observe(4)
+        served.model.pool.busy_s += 1.0
+        watch._read(second, second)
+    assert watch.recent(key)["refused"] == 30 and watch.recent(key)["failed"] == 0
     reading = watch.latest[key]
     assert reading == watch.latest[TOTAL]._replace(at=reading.at)
     assert reading.rate == approx(40) and reading.errors == approx(10)
@@ -232,39 +258,45 @@ def test_a_reading_is_the_difference_of_two_seconds() -> None:
     assert reading.p50 is not None and reading.p50.low == 0.0025
 
 
-def test_readings_end_when_nobody_looks_and_are_bounded_while_somebody_does() -> None:
+def test_an_hour_is_remembered_whether_or_not_somebody_looks_and_no_more() -> None:
+    served, key = Served(), ("m", "1")
+    watch = Watch(cast(Any, served))
+    for second in range(3 * (WINDOW + POINTS * RECENT) // 2):
+        served.predict.answered(200, 0.004)
+        watch._read(second, second)
+    history = watch._histories[key]
+    assert len(history.points()) == WINDOW and len(history.points(most=3)) == 3
+    hour = [row[0] or 0.0 for row in history.points(is_hour=True)]
+    assert hour == sorted(hour) and 3580 <= hour[-1] - hour[0] <= 3600
+    assert (
+        list(history.medians()) == [approx(3.75)] * POINTS and len(watch._seen[key]) == RECENT + 1
+    )
+    size = history.size + sum(counts.itemsize * len(counts) for _, counts in watch._seen[key])
+    assert size < HISTORY_BYTES
+
+
+def test_what_is_remembered_is_bounded_and_busy_versions_go_before_idle_ones() -> None:
     served = Served()
     watch = Watch(cast(Any, served))
-
-    async def run() -> None:
-        loop = asyncio.get_running_loop()
-        waiting: list[Any] = []
-
-        def later(seconds: float, call: Any) -> Any:
-            waiting.append(call)
-            return SimpleNamespace(cancel=lambda: None)
-
-        loop.call_later = later  # type: ignore[method-assign,assignment]
-        watch._memory_at = float("inf")
-        window = watch.look()
-        assert len(waiting) == 1  # looked at twice, it is read once a second still
-        watch.look()
-        for _ in range(2 * WINDOW):
-            waiting.pop()()
-        assert (len(window), len(waiting), len(watch._seen[TOTAL])) == (WINDOW, 1, RECENT + 1)
-        for number in range(2 * MOST_WATCHED):
-            watch.look(("m", str(number)))
-        assert len(watch._windows) == len(watch._looked_at) == MOST_WATCHED
-        waiting[0]()
-        assert len(watch._windows) == 0  # versions that are not there
-        served.models.clear()
-        watch._last_look -= 11
-        waiting.pop()()
-        assert not waiting[1:] and watch._timer is None and not watch.latest
-        watch.look()
-        assert watch._timer is not None
-
-    asyncio.run(run())
+    idle = [SimpleNamespace(**vars(served.model)) for _ in range(MOST_REMEMBERED)]
+    for at, each in enumerate(idle):
+        each.name, each.metrics = f"idle-{at}", VersionMetrics(Metrics(), f"idle-{at}", "1")
+    served.models = [*idle, served.model]
+    watch._read(1, 1)
+    assert len(watch._histories) == MOST_REMEMBERED and ("m", "1") not in watch._histories
+    served.predict.answered(200, 0.004)
+    watch._read(2, 2)
+    assert {("m", "1"), TOTAL} < watch._histories.keys()
+    assert len(watch._histories) == MOST_REMEMBERED
+    for second in range(3, 3 + WINDOW):  # more are busy than there is room for: nobody is forgotten
+        for each in served.models:
+            each.metrics.kinds[0].answered(200, 0.004)
+        watch._read(second, second)
+    assert len(watch._histories[TOTAL].points()) == WINDOW
+    assert sum(len(each.points()) >= WINDOW for each in watch._histories.values()) >= 60
+    served.models.clear()
+    watch._read(second + 1, second + 1)
+    assert set(watch._histories) == set(watch._seen) == set(watch.latest) == {TOTAL}
 
 
 # -- the log ---------------------------------------------------------------------------------------

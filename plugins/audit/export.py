@@ -1,0 +1,123 @@
+"""A trail outside of its server: signed JSON, and a page for people that prints."""
+
+from __future__ import annotations
+
+import hashlib
+import html
+import json
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from modelyard.archiver.errors import ArchiveError
+from modelyard.archiver.signing import Trust, find_signed, sign
+from modelyard.archiver.statement import Statement
+from modelyard.archiver.untrusted.json import parse_json
+from modelyard.plugins.audit.chain import Chain, follow, format_entry
+
+if TYPE_CHECKING:
+    from modelyard.archiver.signing import PrivateKey
+
+SCHEMA = 1
+MOST_BYTES = 1 << 30
+NAME = "audit.jsonl"
+"""Name under which a signature states the digest of all lines."""
+
+
+class BrokenTrail(ArchiveError):
+    """A trail does not hold, or is not one."""
+
+
+def make_export(chain: Chain, key: PrivateKey | None) -> bytes:
+    """Return a trail as JSON, signed as archives are where there is a key."""
+    content: dict[str, Any] = {
+        "schema": SCHEMA,
+        "exported": datetime.now(UTC).isoformat(timespec="seconds"),
+        "head": chain.head.to_json(),
+        "entries": list(chain.entries),
+    }
+    if key is not None:
+        statement = Statement("audit trail", {NAME: _digest(chain)})
+        content["signature"] = json.loads(sign(statement, key))
+    return json.dumps(content, indent=1).encode() + b"\n"
+
+
+def read_export(file: Path) -> tuple[Chain, object]:
+    """Return the chain of an export, and its signature; None where it has none.
+
+    Raises:
+        BrokenTrail: it is not an export.
+    """
+    try:
+        with file.open("rb") as opened:
+            content = parse_json(opened.read(MOST_BYTES), MOST_BYTES)
+        if not isinstance(content, dict) or not isinstance(content.get("entries"), list):
+            raise ValueError('expected an object with "entries"')
+        chain = follow(format_entry(entry) for entry in content["entries"])
+        if not chain.broken and content.get("head") != chain.head.to_json():
+            raise ValueError("its head is not that of its entries")
+    except OSError as error:
+        raise BrokenTrail(f"cannot read {file}: {error.strerror}") from error
+    except (TypeError, ValueError) as error:
+        raise BrokenTrail(f"{file} is not an export of an audit trail: {error}") from error
+    return chain, content.get("signature")
+
+
+def check_signature(file: Path, chain: Chain, signature: object, trust: Trust) -> str:
+    """Return who signed an export.
+
+    Raises:
+        NotTrusted: nobody that is trusted did, or what was signed was changed.
+        BrokenTrail: it has no signature.
+    """
+    if signature is None:
+        raise BrokenTrail(f"{file} is not signed; `modelyard audit export --sign KEY_FILE` signs")
+    signer, statement = find_signed(file.name, signature, trust)
+    if dict(statement.digests) != {NAME: _digest(chain)}:
+        raise BrokenTrail(f"{file}: the key {signer} signed other entries")
+    return str(signer)
+
+
+def _digest(chain: Chain) -> str:
+    return hashlib.sha256(
+        b"".join(format_entry(each) + b"\n" for each in chain.entries)
+    ).hexdigest()
+
+
+STYLE = """
+body{font:14px/1.45 system-ui,sans-serif;margin:2rem auto;max-width:64rem;padding:0 1rem}
+table{border-collapse:collapse;width:100%}
+th,td{border-top:1px solid #bbb;padding:6px 8px;text-align:left;vertical-align:top}
+td{overflow-wrap:anywhere}thead{display:table-header-group}tr{break-inside:avoid}
+code,pre{font:12px/1.4 ui-monospace,monospace;overflow-wrap:anywhere;white-space:pre-wrap;margin:0}
+.bad{color:#a00;font-weight:bold}@page{margin:15mm}
+@media print{body{margin:0;max-width:none;padding:0}}
+"""
+
+
+def make_page(chain: Chain, whose: str) -> bytes:
+    """Return a page for people, which prints; nothing in it runs or is fetched."""
+    rows = "".join(map(_row, chain.entries))
+    state = (
+        f'<p class="bad">The chain breaks: {html.escape(chain.broken)}</p>' if chain.broken else
+        f"<p>The chain holds: {chain.head.entries} entries, the last has SHA-256 "
+        f"<code>{chain.head.sha256}</code>.</p>"
+    )  # fmt: skip
+    made = datetime.now(UTC).isoformat(timespec="seconds")
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Audit trail</title>'
+        f"<style>{STYLE}</style></head><body><h1>Audit trail</h1><p>Of {html.escape(whose)}, "
+        f"printed {made}.</p>{state}<table><thead><tr><th>No.<th>At<th>Who<th>What<th>Model<th>"
+        f"Evidence</tr></thead><tbody>{rows}</tbody></table></body></html>\n"
+    ).encode()
+
+
+def _row(entry: Mapping[str, Any]) -> str:
+    shown = ("n", "at", "who", "what", "model", "version", "text", "before")
+    model = " ".join(str(entry[name]) for name in ("model", "version") if name in entry)
+    more = json.dumps({k: v for k, v in entry.items() if k not in shown}, indent=1)
+    cells = [html.escape(str(entry[name])) for name in ("n", "at", "who", "what")]
+    text = html.escape(str(entry.get("text", "")))
+    evidence = f"<pre>{html.escape(more)}</pre>" if more != "{}" else ""
+    return f"<tr><td>{'<td>'.join([*cells, html.escape(model), text + evidence])}</tr>"

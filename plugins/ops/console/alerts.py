@@ -1,0 +1,125 @@
+"""Events that go out: a POST of JSON to one address, which nobody waits for."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+import logging
+import socket
+import ssl
+from datetime import UTC, datetime
+from urllib.parse import urlsplit
+
+from modelyard.plugins.ops.console.events import Event
+from modelyard.serve.errors import StartError
+from modelyard.serve.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+MOST_WAITING = 100
+"""Alerts that wait to be sent; further ones are left out, and the log says so."""
+TIMEOUT_S = 5.0
+"""Time of one try, from the look-up of the name to the first line of the answer."""
+PAUSES_S = (0.0, 2.0, 10.0)
+"""Pause before each try."""
+MOST_KEY_BYTES = 4096
+SIGNATURE = "x-modelyard-signature"
+KINDS = ("restart-storm", "restart", "refusals", "time-outs", "errors", "no-worker", "returned",
+         "failed", "promoted", "not-registered", "server-started")  # fmt: skip
+"""Kinds of events that may go out, as `alert_events` has them."""
+
+
+class Alerts:
+    """Sends events of the kinds that are wanted.
+
+    Raises:
+        StartError: the settings name an unknown kind, or a key that cannot be read.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._url = urlsplit(settings.alert_url or "")
+        self._kinds = frozenset(settings.alert_events)
+        if unknown := sorted(self._kinds.difference(KINDS)):
+            known = ", ".join(KINDS)
+            raise StartError(
+                f"alert_events: {unknown[0]!r} is not a kind; expected some of {known}"
+            )
+        self._key = b""
+        if (file := settings.alert_key_file) is not None:
+            try:
+                with file.open("rb") as opened:
+                    self._key = opened.read(MOST_KEY_BYTES).strip()
+            except OSError as error:
+                raise StartError(f"alert_key_file: cannot read {file}: {error.strerror}") from error
+            if not self._key:
+                raise StartError(f"alert_key_file: {file} is empty; expected a key of any bytes")
+        self._waiting: asyncio.Queue[bytes] = asyncio.Queue(MOST_WAITING)
+        self._task: asyncio.Task[None] | None = None
+
+    def __call__(self, event: Event) -> None:
+        """Take an event; it is sent from a task."""
+        kind = event.kind.replace(" ", "-")
+        if not self._url.netloc or kind not in self._kinds:
+            return
+        content = {
+            "kind": kind,
+            "model": event.key[0],
+            "version": event.key[1],
+            "text": event.text,
+            "at": datetime.fromtimestamp(event.at, UTC).isoformat(timespec="milliseconds"),
+            "host": socket.gethostname(),
+        }
+        try:
+            self._waiting.put_nowait(json.dumps(content).encode())
+        except asyncio.QueueFull:
+            logger.error("an alert is left out: %d wait already", MOST_WAITING)
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._send_all())
+
+    async def _send_all(self) -> None:
+        while not self._waiting.empty():
+            body, why = self._waiting.get_nowait(), ""
+            for pause_s in PAUSES_S:
+                await asyncio.sleep(pause_s)
+                try:
+                    async with asyncio.timeout(TIMEOUT_S):
+                        status = await self._post(body)
+                    if 200 <= status < 300:
+                        break
+                    why = f"status {status}"
+                except (OSError, ValueError, EOFError, TimeoutError) as error:
+                    why = str(error) or type(error).__name__
+            else:
+                logger.error("an alert is lost, %s was asked %d times: %s", self._url.hostname,
+                             len(PAUSES_S), why)  # fmt: skip
+
+    async def _post(self, body: bytes) -> int:
+        """Return the status of an answer; where it leads elsewhere, nobody follows."""
+        url, tls = self._url, None
+        if url.scheme == "https":  # it reads the system's certificates
+            tls = await asyncio.to_thread(ssl.create_default_context)
+        port = url.port or (443 if tls else 80)
+        reader, writer = await asyncio.open_connection(url.hostname, port, ssl=tls)
+        try:
+            signed = hmac.new(self._key, body, hashlib.sha256).hexdigest() if self._key else ""
+            target = (url.path or "/") + (f"?{url.query}" if url.query else "")
+            lines = [
+                *(f"POST {target} HTTP/1.1", f"host: {url.netloc}", "connection: close"),
+                *("content-type: application/json", f"content-length: {len(body)}"),
+                *([f"{SIGNATURE}: sha256={signed}"] if signed else []),
+            ]
+            writer.write("\r\n".join([*lines, "", ""]).encode("ascii") + body)
+            await writer.drain()
+            words = (await reader.readline()).split(None, 2)
+            if len(words) < 2 or not words[0].startswith(b"HTTP/1."):
+                raise ValueError("what answers does not speak HTTP/1.1")
+            return int(words[1])
+        finally:
+            writer.transport.abort()
+
+    def close(self) -> None:
+        """Send nothing more."""
+        if self._task is not None:
+            self._task.cancel()
