@@ -12,10 +12,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from plugins.ops.tests.console.browser import Browser as RealBrowser
 from plugins.ops.tests.console.incidents import CONFIGS, INCIDENTS, QUICK, Incident, build
 from plugins.ops.tests.console.test_console import Browser
 from plugins.ops.tests.console.visits import visiting
+from tests.browser import Browser as RealBrowser
 from tests.serve.live import LiveServer, poll, running, start_server
 
 MODELS = [*CONFIGS, "returned-1.0", "promoted-1.0"]
