@@ -16,8 +16,8 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from modelyard.plugins.ops.tune.costs import KEY, LEVELS, BadCosts, Costs, parse_costs, summarise
-from modelyard.plugins.ops.tune.plan import (
+from modelyard.plugins.tune.costs import KEY, LEVELS, BadCosts, Costs, parse_costs, summarise
+from modelyard.plugins.tune.plan import (
     CannotPlan,
     KnownModel,
     best_cell,
@@ -25,7 +25,7 @@ from modelyard.plugins.ops.tune.plan import (
     make_plan,
     share_out,
 )
-from modelyard.plugins.ops.tune.plan_cli import plan_app
+from modelyard.plugins.tune.plan_cli import plan_app
 from tests.serve.live import build_archive
 
 COSTS = Costs(

@@ -20,7 +20,7 @@ from functools import cached_property
 
 import numpy as np
 
-from modelyard.plugins.ops.tune.costs import Costs
+from modelyard.plugins.tune.costs import Costs
 from modelyard.serve.errors import ServeError
 
 MOST_CELLS = 1_000_000

@@ -24,7 +24,7 @@ import yaml
 from modelyard.archiver import Archive
 from modelyard.archiver.alternatives import KEY
 from modelyard.base.terminal import err
-from modelyard.plugins.ops.tune.load import make_request, run_load
+from modelyard.plugins.tune.load import make_request, run_load
 from modelyard.serve.cli import known_errors
 from modelyard.serve.control.state import StateDir
 from modelyard.serve.errors import ServeError, StartError, WrongUsage

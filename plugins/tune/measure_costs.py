@@ -10,9 +10,9 @@ from itertools import cycle, islice
 
 import psutil
 
-from modelyard.plugins.ops.tune.costs import Costs, summarise
-from modelyard.plugins.ops.tune.load import Load, make_request, run_load
-from modelyard.plugins.ops.tune.tune import BATCH_SIZES, WARM_S, Setting, Trial, running
+from modelyard.plugins.tune.costs import Costs, summarise
+from modelyard.plugins.tune.load import Load, make_request, run_load
+from modelyard.plugins.tune.tune import BATCH_SIZES, WARM_S, Setting, Trial, running
 from modelyard.serve.control.register import Lifecycle
 from modelyard.serve.control.registry import ModelVersion, Registry
 from modelyard.serve.dataplane.call import PREDICT, Call, Reply

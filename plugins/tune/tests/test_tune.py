@@ -13,9 +13,9 @@ import yaml
 from typer.testing import CliRunner
 
 from modelyard.archiver import write_archive
-from modelyard.plugins.ops.tune.costs import parse_costs
-from modelyard.plugins.ops.tune.load import Load, make_request, run_load
-from modelyard.plugins.ops.tune.tune import (
+from modelyard.plugins.tune.costs import parse_costs
+from modelyard.plugins.tune.load import Load, make_request, run_load
+from modelyard.plugins.tune.tune import (
     QUANTILES,
     Measure,
     Outcome,
@@ -29,7 +29,7 @@ from modelyard.plugins.ops.tune.tune import (
     search,
     shapes,
 )
-from modelyard.plugins.ops.tune.tune_cli import tune_app
+from modelyard.plugins.tune.tune_cli import tune_app
 from modelyard.serve.errors import StartError, WrongUsage
 from modelyard.serve.settings import load_settings
 from tests.serve.live import build_archive, descendants, environment, is_alive, poll, running

@@ -19,8 +19,8 @@ from modelyard.archiver.alternatives import find_alternatives
 from modelyard.archiver.untrusted.names import MANIFEST_NAME
 from modelyard.base.terminal import out, step_bar
 from modelyard.plugins.ops.text import print_text
-from modelyard.plugins.ops.tune.costs import KEY
-from modelyard.plugins.ops.tune.tune import (
+from modelyard.plugins.tune.costs import KEY
+from modelyard.plugins.tune.tune import (
     Setting,
     Slo,
     Trial,
@@ -131,7 +131,7 @@ def _measure(
     Raises:
         ServeError, ArchiveError: the model cannot be measured.
     """
-    from modelyard.plugins.ops.tune.measure_costs import measure_costs
+    from modelyard.plugins.tune.measure_costs import measure_costs
     from modelyard.serve.control.sizing import is_on_gpu
     from modelyard.serve.explain_plan import plan_start
 

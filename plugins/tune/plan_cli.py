@@ -14,9 +14,9 @@ import typer
 
 from modelyard.base.terminal import out
 from modelyard.plugins.ops.text import print_text
-from modelyard.plugins.ops.tune.costs import KEY, BadCosts, parse_costs
-from modelyard.plugins.ops.tune.load import Load, make_request, run_open_load
-from modelyard.plugins.ops.tune.tune import (
+from modelyard.plugins.tune.costs import KEY, BadCosts, parse_costs
+from modelyard.plugins.tune.load import Load, make_request, run_open_load
+from modelyard.plugins.tune.tune import (
     QUANTILES,
     Slo,
     golden_bodies,
@@ -29,7 +29,7 @@ from modelyard.serve.errors import WrongUsage
 from modelyard.serve.settings import Settings, load_settings
 
 if TYPE_CHECKING:
-    from modelyard.plugins.ops.tune.plan import KnownModel, Plan
+    from modelyard.plugins.tune.plan import KnownModel, Plan
 
 HERE = Path(__file__).parent
 WARM_S = 1.0
@@ -80,7 +80,7 @@ def plan(
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Read, plan, try, print."""
-    from modelyard.plugins.ops.tune.plan import best_cell, make_plan
+    from modelyard.plugins.tune.plan import best_cell, make_plan
 
     with stoppable("stopped"):
         limit = parse_slo(slo)
@@ -163,7 +163,7 @@ def read_models(
 def _read_model(name: str, share: float, file: Path | None, settings: Settings) -> KnownModel:
     from modelyard.archiver import open_archive
     from modelyard.archiver.untrusted.yaml import parse_yaml
-    from modelyard.plugins.ops.tune.plan import KnownModel
+    from modelyard.plugins.tune.plan import KnownModel
     from modelyard.serve.control.store import find_archive
 
     text = ""
