@@ -326,8 +326,9 @@ def test_a_changed_artifact_is_found_by_parity(
     rewrite(digits, change)
     code, found = verified(digits)
 
-    (problem,) = found["problems"]
+    proof, problem = found["problems"]
     assert code == 1
+    assert proof.startswith("proof: digits.onnx.report.json is the proof of another file than ")
     assert problem.startswith('parity: digits.onnx and digits.pt2: output "logits": max_abs ')
     assert " over tolerance 0.0002 at batch=" in problem
 

@@ -100,7 +100,7 @@ def test_a_version_that_answers_wrong_never_replaces_one_that_serves(
     for version, changes, said in cases:
         bad = digits_version(store, digits_artifacts, version, **changes)
         refused = server.register(bad, initial_workers=1)
-        assert refused.status_code == 500
+        assert refused.status_code == 400
         assert said in refused.json()["message"]
         assert answers() == expected
     versions = server.management.get("/models/digits/all").json()

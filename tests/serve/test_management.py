@@ -288,8 +288,8 @@ def test_many_at_once_change_the_same_model_one_after_the_other(server: LiveServ
         ),
         (
             "wrong",
-            500,
-            "InternalServerException",
+            400,
+            "InvalidModelException",
             "expected 'fine: goodbye', got 'fine: hello'; the weights, the labels or the",
         ),
     ],

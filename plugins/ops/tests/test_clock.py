@@ -7,6 +7,7 @@ from tests.serve.test_kills import REPO, wall_clock_users
 WALL_CLOCK = {
     "plugins/ops/rollout/record.py": "when a roll-out came into its state, as it is shown",
     "plugins/ops/rollout/trial.py": "when a request was answered otherwise, as it is shown",
+    "plugins/ops/console/events.py": "when an event was, as it is shown",
     "plugins/ops/console/render.py": "the time of a page",
     "plugins/ops/console/readings.py": "the time under a plot",
 }
