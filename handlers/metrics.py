@@ -39,7 +39,7 @@ class Measurement(NamedTuple):
     kind: Any
 
     def record(self, labels: Mapping[str, Any]) -> Record:
-        """Return it as a worker sends it; raise TypeError or ValueError where it is no number."""
+        """Return it as a worker sends it; raise TypeError or ValueError where it is not one."""
         return {
             "name": self.name,
             "value": self.value if type(self.value) in (int, float) else float(self.value),

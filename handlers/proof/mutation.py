@@ -70,9 +70,11 @@ def _weights_moved(handler: "BaseHandler") -> Iterator[Mutation | None]:
             before = [each.clone() for each in weights]
             for each in weights:
                 each.copy_(moved(each))
-            yield Mutation("weights", {}, advice)
-            for each, old in zip(weights, before, strict=True):
-                each.copy_(old)
+            try:
+                yield Mutation("weights", {}, advice)
+            finally:
+                for each, old in zip(weights, before, strict=True):
+                    each.copy_(old)
     elif getattr(artifact, "format", "") == "onnx" and Path(handler.model_pt_path).is_file():
         from modelyard.handlers.models.backends import open_artifact
 
