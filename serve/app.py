@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from fastapi import APIRouter
 
@@ -45,6 +47,8 @@ from modelyard.serve.observers import Host, Observer, make_observers, with_obser
 from modelyard.serve.policy import Policy
 from modelyard.serve.settings import Address, Settings
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Server:
@@ -84,25 +88,28 @@ def create_server(settings: Settings, access: AccessLog | None = None) -> Server
     lifecycle = Lifecycle(policy, registry, metrics, budget)
     repository = Repository(lifecycle, settings.allow_load)
     grants = known_tokens(settings, make_keys(policy.state.key_file))
-    of_clients = grants if settings.asks_for_tokens else None
-    of_operators = None if settings.auth == "never" else grants
+    is_open, is_never = not settings.asks_for_tokens, settings.auth == "never"
+    of_operators = None if is_never and settings.insecure else grants
+    of_clients = None if settings.auth == "management" else of_operators
+    clients_check = partial(TokenCheck, of_clients, is_open=is_open)
+    operators_check = partial(TokenCheck, of_operators, is_open=is_never)
     cors = Cors(settings.allowed_origins) if settings.allowed_origins else None
     answers = Answers(state, cors=cors)
-    observers = make_observers(Host(lifecycle, metrics, answers, of_operators))
+    observers = make_observers(Host(lifecycle, metrics, answers, None if is_never else grants))
     tracing = open_tracing(os.environ) if settings.tracing else None
-    client = TokenCheck(of_clients, right_of, (*OPEN_PATHS, *DOCS_PATHS))
+    client = clients_check(right_of, (*OPEN_PATHS, *DOCS_PATHS))
     front = Front(registry, metrics, state, tracing=tracing, check_right=client.check_right)
     calls = Calls(front, answers, hides_tokens=of_clients is not None)
-    operator = TokenCheck(of_operators, lambda _: "manage", DOCS_PATHS)
+    operator = operators_check(lambda _: "manage", DOCS_PATHS)
     check: Check = client
     if settings.allow_load:
         check = check_changes(check, operator)
     tls = None
     if (certificate := settings.tls_cert) is not None:
         tls = watched_tls((), certificate, settings.tls_key)
-    known = {"inference": of_clients, "management": of_operators}
+    checks = {"inference": clients_check, "management": operators_check}
     faces = make_faces(
-        Inside(settings, lifecycle, front, repository, answers, known, budget, tls, access)
+        Inside(settings, lifecycle, front, repository, answers, checks, budget, tls, access)
     )
 
     def more(api: str) -> list[APIRouter]:
@@ -134,7 +141,7 @@ def create_server(settings: Settings, access: AccessLog | None = None) -> Server
         metrics_routes(metrics),
         *more("metrics"),
     )
-    looked_on = with_observers(observers, operator, operators)
+    looked_on = with_observers(observers, operator, operators, operator if is_never else None)
 
     def application(name: str, check: Check, route: Route, calls: Calls | None = None
                     ) -> Application:  # fmt: skip
@@ -142,7 +149,7 @@ def create_server(settings: Settings, access: AccessLog | None = None) -> Server
             check, route = face.guard(name, check), face.route(name, route)
         return Application(check, answers, route, calls)
 
-    scrapers = TokenCheck(of_clients, lambda _: "metrics", DOCS_PATHS)
+    scrapers = clients_check(lambda _: "metrics", DOCS_PATHS)
     apis = (
         application("inference", check, clients, calls),
         application("management", *looked_on),
@@ -158,6 +165,7 @@ def create_server(settings: Settings, access: AccessLog | None = None) -> Server
     for name, api in routes.items():
         add_docs(api.fastapi, name, ports)
         api.elsewhere = {other: (routes[other], ports[other]) for other in routes if other != name}
+    logger.info("%s", settings.who_is_let_in)
     return Server(
         lifecycle, observers, state, inference, management, scraped, tracing, access, faces
     )

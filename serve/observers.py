@@ -70,17 +70,22 @@ def make_observers(host: Host) -> list[Observer]:
 
 
 def with_observers(
-    observers: Sequence[Observer], check: Check, route: Route
+    observers: Sequence[Observer], check: Check, route: Route, check_owned: Check | None = None
 ) -> tuple[Check, Route]:
-    """Return token check and routes of a port on which observers answer what they own."""
+    """Return token check and routes of a port on which observers answer what they own.
+
+    Args:
+        check_owned: comes before their own check; None where that is enough.
+    """
 
     def find(path: str) -> Observer | None:
         return next((each for each in observers if each.owns(path)), None)
 
     def check_others(path: str, headers: Headers) -> None:
         ACTOR.set("anybody")
-        if find(path) is None:
-            check(path, headers)
+        checks = check if find(path) is None else check_owned
+        if checks is not None:
+            checks(path, headers)
 
     def route_all(cycle: RequestResponseCycle, id: str) -> None:
         (find(cycle.path) or route)(cycle, id)

@@ -134,6 +134,10 @@ class Address:
         return f"http{'s' if self.is_tls else ''}://{host}:{self.port}"
 
 
+PROXY_HEADERS = "a proxy's headers (Forwarded, X-Forwarded-…, X-Real-IP, Via)"
+"""Headers of what did not come from this machine, as a person reads them."""
+
+
 def _is_open(data: Mapping[str, Any]) -> bool:
     """Return whether nobody needs a token."""
     return bool(data.get("auth") == "never")
@@ -384,8 +388,22 @@ class Settings(BaseModel):
         """What whoever starts the server should know of these settings."""
         if self.auth != "never":
             return []
-        who = "every user of this machine" if self.is_loopback else "everybody who reaches it"
+        is_here = self.is_loopback and not self.insecure
+        who = "every user of this machine" if is_here else "everybody who reaches it"
         return [f"auth is never: {who} can use, replace and remove the models"]
+
+    @property
+    def who_is_let_in(self) -> str:
+        """What the APIs are open to, and the setting that closes them, in a sentence."""
+        if self.asks_for_tokens:
+            return "every API asks for a token, but for health checks"
+        is_never = self.auth == "never"
+        by = "whoever reaches the server"
+        if not self.insecure if is_never else self.auth == "auto":
+            by = f"this machine, but for requests with {PROXY_HEADERS}"
+        rest = "" if is_never else "; management asks for a token"
+        what = "all APIs" if is_never else "predictions and metrics"
+        return f"{what} are open to {by}{rest}; auth: always asks everybody for a token"
 
 
 def load_settings(

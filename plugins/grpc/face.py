@@ -8,7 +8,7 @@ from modelyard.base.extras import what_is_missing
 from modelyard.serve.errors import StartError
 from modelyard.serve.front.face import Inside
 from modelyard.serve.front.models import why_not_ready
-from modelyard.serve.http.application import Check, TokenCheck, check_changes
+from modelyard.serve.http.application import Check, check_changes
 from modelyard.serve.settings import Address
 
 if TYPE_CHECKING:
@@ -38,13 +38,12 @@ def make_face(inside: Inside) -> GrpcServer | None:
         services, lambda: why_not_ready(front.registry, front.state) is None
     ).methods()
 
-    check: Check = TokenCheck(
-        inside.grants["inference"],
+    check: Check = inside.checks["inference"](
         lambda path: "predict" if path in oip.INFERS else None,
         (*health.OPEN, *oip.OPEN),
     )
     if settings.allow_load:
-        operators = TokenCheck(inside.grants["management"], lambda _: "manage")
+        operators = inside.checks["management"](lambda _: "manage")
         check = check_changes(check, operators, oip.CHANGES.__contains__)
 
     def count(rpc: Rpc) -> None:

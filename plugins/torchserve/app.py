@@ -77,7 +77,8 @@ def create_server(dialect: TorchServeSettings, logs: Logs | None, settings: Sett
     recorder.start()
     apis: list[Dialect] = [inference, management]
     if dialect.enable_metrics_api:
-        apis.append(Scrape(metrics, dialect_answers(state, dialect)))
+        scrapers = tokens.check("inference", is_needed=False) if tokens else let_everybody
+        apis.append(Scrape(scrapers, metrics, dialect_answers(state, dialect)))
     lines = logs.lines(ACCESS_LOG) if logs else None
     access = lines(access_line) if lines else None
 

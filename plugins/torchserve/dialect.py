@@ -16,7 +16,7 @@ from modelyard.serve.api.management import CONTENT_TYPE
 from modelyard.serve.dataplane.call import Stream
 from modelyard.serve.dataplane.metrics import Metrics
 from modelyard.serve.dataplane.wire import Buffer, Payload
-from modelyard.serve.front.begin import ServerState, let_everybody
+from modelyard.serve.front.begin import ServerState
 from modelyard.serve.http.application import (
     Answers,
     Application,
@@ -137,10 +137,10 @@ class Combined:
 
 
 class Scrape(Dialect):
-    """The metrics API: one path, in any method; it needs no token."""
+    """The metrics API: one path, in any method."""
 
-    def __init__(self, metrics: Metrics, answers: Answers) -> None:
-        super().__init__(let_everybody, answers, openapi.server())
+    def __init__(self, check: Check, metrics: Metrics, answers: Answers) -> None:
+        super().__init__(check, answers, openapi.server())
         self._metrics = metrics
 
     def owns(self, path: str) -> bool:

@@ -52,13 +52,7 @@ def main() -> int:
     for notice in (*unfollowed, *configuration.notices):
         logger.warning("%s", notice)
     logger.info("\n%s", "\n".join(_describe(configuration.settings, own)))
-    if not own.disable_token_authorization:
-        is_open = own.disable_token_authorization is None and own.inference_address.is_loopback
-        logger.info(
-            "requests need the keys of %s%s; --disable-token-auth lets everybody in",
-            own.directory / "key_file.json",
-            ", those for predictions from this machine none" if is_open else "",
-        )
+    logger.info("%s", own.who_is_let_in)
 
     def report(event: dict[str, Any]) -> None:
         if event["event"] == "locked":

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from modelyard.serve.settings import Address
+from modelyard.serve.settings import PROXY_HEADERS, Address
 
 
 class TorchServeSettings(BaseModel):
@@ -90,6 +90,22 @@ class TorchServeSettings(BaseModel):
     disable_system_metrics: bool = False
     log_dir: Path = Path("logs")
     metrics_dir: Path = Path("logs")
+
+    @property
+    def is_open(self) -> bool:
+        """Whether predictions of this machine need no token, and those of others do."""
+        return self.disable_token_authorization is None and self.inference_address.is_loopback
+
+    @property
+    def who_is_let_in(self) -> str:
+        """What the APIs are open to, in a sentence."""
+        if self.disable_token_authorization:
+            return "no token is asked for (disable_token_authorization): every API is open"
+        file = self.directory / "key_file.json"
+        if not self.is_open:
+            return f"predictions and management need a token of {file}"
+        here = "predictions of this machine need no token"
+        return f"{here}; management, and requests with {PROXY_HEADERS}, need one of {file}"
 
     @property
     def has_oip(self) -> bool:

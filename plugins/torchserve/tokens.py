@@ -11,7 +11,7 @@ from pathlib import Path
 from modelyard.serve.control.state import write_json
 from modelyard.serve.errors import StartError, Unauthorized
 from modelyard.serve.http.connection import Headers
-from modelyard.serve.http.tokens import Grant, make_grant
+from modelyard.serve.http.tokens import Grant, make_grant, why_checked
 
 KEY_FILE = "key_file.json"
 EXPIRING = ("management", "inference")
@@ -52,15 +52,14 @@ class Tokens:
         Args:
             name: name of the key that opens the API.
             open_paths: paths that need none.
-            is_needed: False lets requests without a token in; one that is shown must be right.
+            is_needed: False lets requests of this machine in that show none.
         """
         is_open = frozenset((*open_paths, "", "/api-description"))  # these describe the API
 
         def check(path: str, headers: Headers) -> None:
             if path in is_open or path.rstrip("/") in is_open:
                 return
-            if is_needed or any(header == b"authorization" and value.startswith(b"Bearer")
-                                for header, value in headers):  # fmt: skip
+            if is_needed or why_checked(headers):
                 self._require(name, headers, "Authorization")
 
         return check

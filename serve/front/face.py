@@ -16,10 +16,9 @@ from modelyard.serve.settings import Settings
 if TYPE_CHECKING:
     from fastapi import APIRouter
 
-    from modelyard.serve.http.application import Answers, Check, Route
+    from modelyard.serve.http.application import Answers, Check, Route, TokenCheck
     from modelyard.serve.http.connection import Access
     from modelyard.serve.http.listener import Tls
-    from modelyard.serve.http.tokens import Grants
 
 
 @dataclass(frozen=True)
@@ -31,8 +30,8 @@ class Inside:
     front: Front
     repository: Repository
     answers: Answers
-    grants: Mapping[str, Grants | None]
-    """What knows the tokens of the APIs `inference` and `management`; None asks for none."""
+    checks: Mapping[str, Callable[..., TokenCheck]]
+    """What makes the token checks of the APIs `inference` and `management`."""
     budget: AnswerBudget
     tls: Tls | None
     access: Access | None

@@ -22,7 +22,7 @@ from modelyard.serve.dataplane.wire import VERSION_HEADER, Payload
 from modelyard.serve.front.begin import REQUEST_ID, Headers, Served, ServerState, request_id
 from modelyard.serve.http.connection import BODILESS, Answer, RequestResponseCycle, write_head
 from modelyard.serve.http.site import Cors
-from modelyard.serve.http.tokens import ACTOR, Grants, find_grant
+from modelyard.serve.http.tokens import ACTOR, Grants, find_grant, why_checked
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +72,7 @@ class TokenCheck:
         grants: the tokens, or None to let everybody in.
         right: returns the right that a path needs; None where any token will do.
         open_paths: paths that need none.
+        is_open: whether requests of this machine that show no token pass.
     """
 
     def __init__(
@@ -79,19 +80,22 @@ class TokenCheck:
         grants: Grants | None,
         right: Callable[[str], str | None],
         open_paths: Iterable[str] = (),
+        is_open: bool = False,
     ) -> None:
         self._grants = grants
         self._right = right
         self._open_paths = frozenset(open_paths)
+        self._is_open = is_open
 
-    def __call__(self, path: str, headers: Iterable[tuple[bytes, bytes]]) -> None:
+    def __call__(self, path: str, headers: Headers) -> None:
         """Raise Unauthorized or Forbidden unless the request may pass."""
         if self._grants is not None and path not in self._open_paths:
             self.check_right(self._right(path), headers)
 
-    def check_right(self, right: str | None, headers: Iterable[tuple[bytes, bytes]]) -> None:
+    def check_right(self, right: str | None, headers: Headers) -> None:
         """Raise Unauthorized or Forbidden unless a token of the headers has a right, or any."""
-        if self._grants is None:
+        why = why_checked(headers) if self._is_open else b""
+        if self._grants is None or (self._is_open and not why):
             return
         unfit = None
         for name, value in headers:
@@ -108,10 +112,12 @@ class TokenCheck:
                 f"the token {unfit.name!r} may {', '.join(sorted(unfit.rights))}; this needs one "
                 f"that may {right}"
             )
+        is_shown = why in (b"", b"authorization")
+        reason = "" if is_shown else f", for the header {why.decode()} says that a proxy sent this"
         raise errors.Unauthorized(
-            "this API needs the header `Authorization: Bearer TOKEN` with a token that it knows; "
-            "`modelyard serve token` prints the one of this start, `modelyard token new` makes "
-            "one that stays"
+            "this API needs the header `Authorization: Bearer TOKEN` with a token that it knows"
+            f"{reason}; `modelyard serve token` prints that of this start, `modelyard token new` "
+            "makes one that stays"
         )
 
 

@@ -27,6 +27,11 @@ LEAST_CHARACTERS = 32
 """Characters of a token that somebody chose."""
 ACTOR: ContextVar[str] = ContextVar("actor", default="the server")
 """Name of the token of the operator for whom something is done; the server does the rest itself."""
+PROXIES = frozenset(
+    b"forwarded via x-real-ip x-client-ip x-cluster-client-ip x-original-forwarded-for "
+    b"true-client-ip cf-connecting-ip cdn-loop x-envoy-external-address".split()
+)
+"""Headers, beside `X-Forwarded-…`, by which proxies say that the request is another's."""
 _NAME = re.compile(r"[\w.-]{1,128}", re.ASCII)
 _HASH = re.compile(r"sha256:[0-9a-f]{64}")
 _TOKEN = re.compile(r"[\x21-\x7e]+")
@@ -142,3 +147,15 @@ def find_grant(grants: Sequence[Grant], token: bytes) -> Grant | None:
         if secrets.compare_digest(grant.digest, digest):
             found = grant
     return found
+
+
+def why_checked(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """Return the header for which a request is asked for a token where this machine's need none.
+
+    It shows a token, or came through a proxy, whose own address says nothing of whose it is. Empty
+    where there is no such header.
+    """
+    for name, _ in headers:
+        if name == b"authorization" or name in PROXIES or name.startswith(b"x-forwarded-"):
+            return name
+    return b""

@@ -90,6 +90,7 @@ def examine(settings: Settings, is_deep: bool) -> Iterator[Check]:
     yield check_shared_memory()
     yield check_kernel()
     yield from check_walls(settings)
+    yield Check("tokens", WARN if settings.warnings else OK, settings.who_is_let_in)
     yield check_temporary_folder()
     yield check_state_folder(settings.state_dir)
     yield from check_ports(settings)

@@ -13,8 +13,10 @@ import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from modelyard.archiver import write_archive
+from modelyard.plugins.grpc import health, oip
 from modelyard.plugins.grpc.protos import message
 from tests.serve.live import LiveServer, build_archive, poll
+from tests.serve.test_let_in import WRONG
 from tests.serve.test_operating import HOST, TOKENS, lines_of, operating
 from tests.serve.test_server import attach, server_file
 from tests.serve.test_tracing import SPAN, Collector, sending_spans, traced, values
@@ -185,3 +187,56 @@ def test_while_models_load_a_client_is_asked_to_come_again(tmp_path: Path) -> No
     finally:
         attached.send_signal(signal.SIGTERM)
         attached.communicate(timeout=20)
+
+
+STREAMS = ("ModelStreamInfer", "Watch", "ServerReflectionInfo")
+METHODS = {
+    **dict.fromkeys((*oip.OPEN, *health.OPEN), "anybody"),
+    **dict.fromkeys(oip.INFERS, "predict"),
+    **dict.fromkeys(oip.CHANGES, "manage"),
+    **{f"{SERVICE}{name}": "any" for name in (
+        "ModelReady", "ServerMetadata", "ModelMetadata", "RepositoryIndex", "Nothing"
+    )},
+    "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo": "any",
+    "/a.B/C": "any",
+}  # fmt: skip
+"""Each method, and who may call it."""
+
+
+def outcome(channel: grpc.Channel, method: str, metadata: dict[str, str]) -> str:
+    """Return the status of a call with an empty message."""
+    pairs = tuple(metadata.items())
+    try:
+        if method.endswith(STREAMS):
+            next(channel.stream_stream(method)(iter([b""]), timeout=20, metadata=pairs))
+        else:
+            channel.unary_unary(method)(b"", timeout=20, metadata=pairs)
+    except grpc.RpcError as error:
+        return str(error.code().name)
+    except StopIteration:
+        pass
+    return "OK"
+
+
+def test_every_method_takes_its_tokens_alone_and_a_proxy_is_not_this_machine(
+    server: LiveServer,
+) -> None:
+    refusals = {"UNAUTHENTICATED", "PERMISSION_DENIED"}
+    tokens = {"inference": server.inference_token, "management": server.token}
+    shown: list[tuple[str, dict[str, str]]] = [("nobody", {})]
+    shown += [(whose, {"authorization": f"Bearer {key}"}) for whose, key in tokens.items()]
+    shown += [("unknown", {"authorization": value}) for value in WRONG]
+    with grpc.insecure_channel(server.grpc) as channel:
+        for method, right in METHODS.items():
+            for whose, metadata in shown:
+                for proxy in ({}, {"x-forwarded-for": "203.0.113.9"}, {"via": "1.1 a"}):
+                    is_free = whose == "nobody" and not proxy and right != "manage"
+                    if right == "anybody" or is_free:
+                        wanted = ""
+                    elif whose in ("nobody", "unknown"):
+                        wanted = "UNAUTHENTICATED"
+                    else:
+                        own = {"predict": "inference", "manage": "management", "any": whose}
+                        wanted = "" if own[right] == whose else "PERMISSION_DENIED"
+                    code = outcome(channel, method, {**metadata, **proxy})
+                    assert (code if code in refusals else "") == wanted, (method, metadata, proxy)

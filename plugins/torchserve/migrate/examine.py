@@ -441,14 +441,12 @@ def _examine(configuration: Configuration, environment: Mapping[str, str]) -> It
         subject, text = _split(notice)
         # Of the keys without effect this one's work is done by nothing here.
         yield Finding(FAILS if subject == "plugins_path" else CHANGES, subject, text)
-    if own.disable_token_authorization is None and own.inference_address.is_loopback:
-        text = "predictions from this machine need none; TorchServe 0.12 asks for one"
-        advice = "disable_token_authorization=false asks for it here too"
+    if own.is_open:
+        text = f"{own.who_is_let_in}; TorchServe 0.12 asks everybody"
+        advice = "disable_token_authorization=false asks everybody, also behind a silent proxy"
         yield Finding(CHANGES, "tokens", text, advice)
-    elif own.disable_token_authorization:
-        yield Finding(WORKS, "tokens", "none are asked for, as the configuration says")
     else:
-        yield Finding(WORKS, "tokens", "asked for, as by TorchServe; they are in key_file.json")
+        yield Finding(WORKS, "tokens", own.who_is_let_in)
     if not own.allowed_urls:
         text = "no model is fetched by URL; without the key TorchServe takes any URL"
         advice = f"name the URLs in allowed_urls, or in the variable {DEFAULT_URLS}"
