@@ -105,6 +105,12 @@ VERSION_HEADER = b"x-model-version"
 """Header of every answer of a model: which version gave it."""
 FRAMING = frozenset({b"connection", b"content-length", b"transfer-encoding", VERSION_HEADER})
 """Headers that are the server's to say; a handler's opinion of them is left out."""
+OF_HOST = frozenset(
+    b"alt-svc clear-site-data nel public-key-pins report-to reporting-endpoints "
+    b"service-worker-allowed strict-transport-security x-cache x-content-type-options "
+    b"x-request-id".split()
+)
+"""More of them: what a browser takes for the whole host's word, and what our clients rely on."""
 
 
 Payload = bytes | bytearray

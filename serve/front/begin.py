@@ -49,6 +49,12 @@ TIME_HEADER = b"x-request-timeout"
 PRIORITY_HEADER = b"x-request-priority"
 _TIME = re.compile(rb"(\d*\.?\d+)(ms|s)?")
 LONGEST_TIME_S = 86_400.0
+BAD_NAME = re.compile(rb'[\x00-\x20\x7f-\xff()<>@,;:\[\]={}\\"]')
+BAD_VALUE = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
+_PAGE = re.compile(rb"html|xml|multipart", re.IGNORECASE)
+SANDBOX = (b"content-security-policy", b"sandbox allow-scripts")
+"""Takes from a handler's page what browsers give to pages of this host; beside a policy of its
+own, both hold."""
 REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 """What of a client's own ids is taken."""
 _RUN = str(uuid.uuid4())[:24]
@@ -453,8 +459,22 @@ def pack_fields(rest: bytes, query: bytes, id: str, headers: Sequence[bytes]) ->
 def unpack_headers(packed: bytes) -> Headers:
     """Return the headers of a worker's answer; most answers of a model have the same. Read only.
 
-    What says how long an answer is, and whether the connection stays, is the server's own.
+    What says how long an answer is, and whether the connection stays, is the server's own, and so
+    is what a browser holds against the whole host. A page runs on an origin of its own.
     """
     fields = wire.unpack_meta(packed)
-    pairs = zip(fields[::2], fields[1::2], strict=True)
-    return [(name, value) for name, value in pairs if name.lower() not in wire.FRAMING]
+    headers = [
+        (name, value)
+        for name, value in zip(fields[::2], fields[1::2], strict=True)
+        if not _is_the_servers(name.lower(), value)
+    ]
+    if any(name.lower() == b"content-type" and _PAGE.search(value) for name, value in headers):
+        headers.append(SANDBOX)
+    return headers
+
+
+def _is_the_servers(name: bytes, value: bytes) -> bool:
+    """Return whether a handler's header is left out; one that is not HTTP is."""
+    if name in wire.FRAMING or name in wire.OF_HOST or BAD_NAME.search(name):
+        return True
+    return BAD_VALUE.search(value) is not None or (name == b"set-cookie" and b"modelyard" in value)

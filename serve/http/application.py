@@ -20,7 +20,7 @@ from modelyard.serve import errors
 from modelyard.serve.dataplane.call import Stream, Target
 from modelyard.serve.dataplane.wire import VERSION_HEADER, Payload
 from modelyard.serve.front.begin import REQUEST_ID, Headers, Served, ServerState, request_id
-from modelyard.serve.http.connection import BODILESS, Answer, RequestResponseCycle, write_head
+from modelyard.serve.http.connection import Answer, RequestResponseCycle, write_head
 from modelyard.serve.http.site import Cors
 from modelyard.serve.http.tokens import ACTOR, Grants, find_grant, why_checked
 
@@ -30,8 +30,9 @@ COMMON_HEADERS: Headers = [
     (b"pragma", b"no-cache"),
     (b"cache-control", b"no-cache; no-store, must-revalidate, private"),
     (b"expires", b"Thu, 01 Jan 1970 00:00:00 UTC"),
+    (b"x-content-type-options", b"nosniff"),
 ]
-"""Headers of every answer, as TorchServe's clients know them."""
+"""Headers of every answer, as TorchServe's clients know them; browsers guess no type."""
 
 PREPARED = 64
 """Refusals whose bytes are kept, of one API: they differ by model, time and length of the id."""
@@ -203,7 +204,7 @@ class Answers:
         if isinstance(body, Events | Stream):
             cycle.run(_send_chunks(cycle, status, [*headers, *common], body))
         else:
-            is_bare = not body and status in BODILESS
+            is_bare = not body and status in (204, 304)
             length = [] if is_bare else [(b"content-length", b"%d" % len(body))]
             headers = [*headers, *length, *common]
             if not cycle.send_whole(status, headers, body):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import socket
 import sys
 from collections import deque
@@ -23,8 +22,8 @@ from urllib.parse import unquote
 from modelyard.serve import errors
 from modelyard.serve.dataplane.tracing import trace_id_of
 from modelyard.serve.dataplane.wire import Buffer, Payload
+from modelyard.serve.front.begin import BAD_NAME, BAD_VALUE, Served
 from modelyard.serve.front.begin import Headers as Headers
-from modelyard.serve.front.begin import Served
 
 if TYPE_CHECKING:
     from modelyard.serve.http.listener import Listener
@@ -153,8 +152,6 @@ IDLE, HEAD, BODY, ENDING = range(4)
 """What a connection reads: nothing, a request's head, its body; or it only waits for its end."""
 
 _FETCH_SITE = b"sec-fetch-site"
-_BAD_NAME = re.compile(rb'[\x00-\x20\x7f()<>@,;:\[\]={}\\"]')
-_BAD_VALUE = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 
 
 STATUS_LINES = {status: f"HTTP/1.1 {status} \r\n".encode() for status in range(100, 600)}
@@ -361,7 +358,7 @@ class RequestResponseCycle:
             raise RuntimeError("a second head")
         own: Headers = []
         for name, value in headers:
-            if _BAD_NAME.search(name) or _BAD_VALUE.search(value):
+            if BAD_NAME.search(name) or BAD_VALUE.search(value):
                 raise RuntimeError(f"the header {name!r}: {value!r} is not HTTP")
             name = name.lower()
             if name == b"connection" and b"close" in value.lower():
@@ -496,6 +493,8 @@ class Connection(asyncio.Protocol):
     _refusal: tuple[Exception, RequestResponseCycle | None] | None = None
     _unread = 0
     """Bytes of answers that the budget knows of."""
+    _is_bare = False
+    """Whether what is refused asked for a head alone."""
 
     def __init__(self, listener: Listener, accepted: socket.socket) -> None:
         self._listener = listener
@@ -701,7 +700,7 @@ class Connection(asyncio.Protocol):
         if b"content-encoding" in fields:
             cycle.coding = fields[b"content-encoding"]
         if b"expect" in fields and fields[b"expect"].lower() == b"100-continue":
-            cycle.expects_continue = True
+            cycle.expects_continue = version == "1.1"  # before, it would be the answer
         if self.access is not None:
             cycle.began = monotonic()
         # What the parser takes for headers from here on are trailers, and never looked at.
@@ -824,6 +823,7 @@ class Connection(asyncio.Protocol):
     def refuse(self, error: Exception) -> None:
         """Answer what is not a request, after the requests before it, and close."""
         reading = self.reading
+        self._is_bare = self.parser is not None and self.parser.get_method() == b"HEAD"
         self.parser = self.reading = None
         self.phase = ENDING
         if reading is not None:  # its body is what is wrong: it gets this answer, not its own
@@ -847,6 +847,8 @@ class Connection(asyncio.Protocol):
         logger.warning("%s: refused, %d: %s", self.client or "a client", status, error)
         head = write_head(status, [*headers, (b"content-length", b"%d" % len(body))], False)
         assert head is not None, "no error of ours has a line break in a header"
+        if self._is_bare:
+            body = b""
         answer = head + body
         self.written += len(answer)
         self.transport.write(answer)

@@ -1,4 +1,7 @@
-"""Gives a status that has no body, and a body that is somebody else's answer."""
+"""Says of an answer what the body says, and sends a body that is somebody else's answer.
+
+The first line is `STATUS [KIND]`, or `stream STATUS`; each further one is a header.
+"""
 
 FORGED = b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\ncontent-length: 6\r\n\r\nFORGED"
 
@@ -8,9 +11,17 @@ class Forging:
         pass
 
     def handle(self, data, context):
+        answers, is_streamed = [], False
         for at, row in enumerate(data):
-            status, _, kind = bytes(row["body"]).decode().partition(" ")
+            first, *headers = bytes(row["body"]).decode("latin-1").split("\n")
+            status, _, kind = first.removeprefix("stream ").partition(" ")
+            is_streamed |= first.startswith("stream ")
             context.set_response_status(int(status), idx=at)
-            if kind:
+            if kind and kind != "empty":
                 context.set_response_header(at, "content-type", kind)
-        return [FORGED for _ in data]
+            for name, _, value in (each.partition(": ") for each in headers):
+                context.set_response_header(at, name, value)
+            answers.append(b"" if kind == "empty" else FORGED)
+        if is_streamed:
+            context.send_intermediate(list(answers))
+        return answers
