@@ -488,11 +488,13 @@ class Connection(asyncio.Protocol):
     """It reads nothing, and begins nothing, until `release`."""
     _was_unread = True
     """What comes next may have waited in the kernel: to be accepted, or to be read again."""
-    _put_off: list[tuple[float, bytes]] | None = None
+    _put_off: list[tuple[float, bytes | memoryview]] | None = None
     """What was received and is to be parsed in a later turn, each with its time."""
     _refusal: tuple[Exception, RequestResponseCycle | None] | None = None
     _unread = 0
     """Bytes of answers that the budget knows of."""
+    _host = ""
+    """Address of the client, whose connections take their turns together."""
     _is_bare = False
     """Whether what is refused asked for a head alone."""
 
@@ -517,6 +519,7 @@ class Connection(asyncio.Protocol):
         self._listener.connections.add(self)
         self.since = self._time()
         self.client = _endpoint(transport, "peername")
+        self._host = self.client[0] if self.client else ""
         self.endpoints = {
             "scheme": "https" if transport.get_extra_info("sslcontext") else "http",
             "server": _endpoint(transport, "sockname"),
@@ -537,36 +540,49 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse, or put it off where this turn of the loop has no more time for clients."""
-        if self.phase == ENDING:
-            return  # it is only read so that the client can read its last answer
+        if self.phase == ENDING:  # it is only read so that the client can read its last answer
+            if len(data) > SLICE_BYTES:
+                self.pause_reading()
+                self._leave()
+            return
         waited_s = 0.0
         if self._was_unread:
             self._was_unread = False
             waited_s = self.turns.late_s(unread_s(self._socket))
         if not self.turns.has_time():
-            if self._put_off is None:
-                self._put_off = []
-                self.turns.put_off(self)
-            self._put_off.append((monotonic() - waited_s, data))
-            if len(data) > SLICE_BYTES:  # of which a loop reads 32 before it looks at others
-                self.pause_reading()
+            self._leave((monotonic() - waited_s, data))
             return
         self.waited_s = waited_s
         self._receive(data)
         self.waited_s = 0.0
 
+    def _leave(self, *received: tuple[float, bytes | memoryview]) -> None:
+        """Leave what was received, and what waits for an answer before its own, to a later turn."""
+        if self._put_off is None:
+            self._put_off = []
+            self.turns.put_off(self, self._host)
+        self._put_off += received
+        if any(len(data) > SLICE_BYTES for _, data in received):
+            self.pause_reading()  # a loop reads 32 of them before it looks at others
+
     def take_put_off(self) -> None:
         """Parse what was put off."""
-        received, self._put_off = self._put_off or (), None
+        received, self._put_off = self._put_off or [], None
         if self.transport.is_closing():
             return
+        if self._queue and self.answering is None and not self._is_held:
+            self._go_on()
         for came_at, data in received:
+            if self._put_off is not None:  # there is no time for all of it
+                self._leave((came_at, data))
+                continue
             self.waited_s = monotonic() - came_at
             self._receive(data)
         self.waited_s = 0.0
-        self.resume_reading()
+        if self._put_off is None:
+            self.resume_reading()
 
-    def _receive(self, data: bytes) -> None:
+    def _receive(self, data: bytes | memoryview) -> None:
         if len(data) <= SLICE_BYTES and self.reading is None:
             self._feed(data)
         else:
@@ -584,6 +600,9 @@ class Connection(asyncio.Protocol):
                     size = SLICE_BYTES
                     self._feed(rest[:size])
                 rest = rest[size:]
+                if rest and (self.turns.is_over or self._put_off is not None):
+                    self._leave((monotonic() - self.waited_s, rest))
+                    break
         answering = self.answering
         if answering is None:
             return
@@ -794,6 +813,8 @@ class Connection(asyncio.Protocol):
             self._end()
         elif cycle.is_refused and cycle.is_received and self.turns.must_hold():
             self._hold()
+        elif self._queue and not self.turns.has_time():
+            self._leave()
         elif self._queue or self._refusal is not None or self._is_reading_paused:
             self._go_on()
 
@@ -844,7 +865,7 @@ class Connection(asyncio.Protocol):
     def _send_refusal(self, error: Exception, cycle: RequestResponseCycle | None) -> None:
         self._refusal = None
         status, headers, body = self.app.refuse(error, cycle)
-        logger.warning("%s: refused, %d: %s", self.client or "a client", status, error)
+        self._listener.note(self.client, "refused, %d: %s", status, error)
         head = write_head(status, [*headers, (b"content-length", b"%d" % len(body))], False)
         assert head is not None, "no error of ours has a line break in a header"
         if self._is_bare:
@@ -874,25 +895,25 @@ class Connection(asyncio.Protocol):
 
     @property
     def is_busy(self) -> bool:
-        """Whether a request is being answered."""
-        return self.answering is not None
+        """Whether a request is being answered, or waits for it."""
+        return self.answering is not None or bool(self._queue)
 
     @property
     def is_idle(self) -> bool:
         """Whether it could be closed without anybody losing an answer."""
-        return self.answering is None and not self._is_held and not self.transport.is_closing()
+        return not self.is_busy and not self._is_held and not self.transport.is_closing()
 
     def check(self, now: float) -> None:
         """Close what its client has left alone, or feeds or empties too slowly."""
         settings, transport = self.settings, self.transport
         if left := transport.get_write_buffer_size():
             if self._is_slow("answer", now, self.written - left):
-                logger.warning("%s: takes its answer too slowly", self.client or "a client")
+                self._listener.note(self.client, "takes its answer too slowly")
                 transport.abort()
             return
         if self._pace.what == "answer":
             self._pace.stop()  # the client has taken all
-        if self._is_reading_paused:  # we are slow, not the client
+        if self._is_reading_paused and self.phase != ENDING:  # we are slow, not the client
             self.since = now
             self._pace.stop()
         elif self.phase == BODY and (reading := self.reading) is not None:
@@ -947,6 +968,8 @@ class Connection(asyncio.Protocol):
         """Wait until the client has taken enough."""
         while self.writable is not None:
             await self.writable.wait()
+        if self.transport.is_closing():
+            await asyncio.sleep(0)  # whoever writes on is to learn that the client has left
 
 
 def unread_s(connection: socket.socket) -> float:

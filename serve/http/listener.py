@@ -16,6 +16,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -41,6 +42,9 @@ ACCEPTS_PER_TURN = 16
 ACCEPTS_WHILE_BEHIND = 8
 """The same while there is no time for those that are open, and no client's time runs out. Under a
 flood it is one: 0.1 ms each is what several requests cost, and open ones can still be in time."""
+NOTE_S = 1.0
+MOST_NOTED = 1024
+"""Addresses whose last line in the log is remembered."""
 FRESH_S = 0.1
 """A connection that did something since is about to send a request, and not closed to make room."""
 LOOK_S = 12e-6
@@ -127,9 +131,23 @@ class Listener:
         self._room = self.settings.max_connections
         """Connections that there may be: fewer than the limit once descriptors run short."""
         self._look_again_at = 0.0
+        self._noted: dict[str, tuple[float, int]] = {}
         self._is_accepting = False
         self._is_stopping = False
         self._sweeper: asyncio.TimerHandle | None = None
+
+    def note(self, client: tuple[str, int] | None, text: str, *values: object) -> None:
+        """Write a line about a client into the log: one for each address and second."""
+        host, now = client[0] if client else "", self._loop.time()
+        said_at, count = self._noted.get(host, (-inf, 0))
+        if now - said_at < NOTE_S:
+            self._noted[host] = said_at, count + 1
+            return
+        if len(self._noted) >= MOST_NOTED:
+            self._noted.clear()
+        self._noted[host] = now, 0
+        more = f"; {count} more lines about {host} were left out" if count else ""
+        logger.warning(f"%s: {text}%s", client or "a client", *values, more)
 
     @property
     def url(self) -> str:
@@ -225,7 +243,7 @@ class Listener:
                 ssl_handshake_timeout=timeout_s,
             )
         except OSError as error:
-            logger.info("%s: a connection failed: %s", self.url, error)
+            self.note(None, "a connection to %s failed: %s", self.url, error)
             accepted.close()
             self.resume()
 

@@ -101,8 +101,9 @@ class Turns:
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._waiting: deque[tuple[float, Waiting]] = deque()
-        """Connections with bytes that no turn had time for yet, and since when."""
+        self._waiting: dict[str, deque[tuple[float, Waiting]]] = {}
+        """Connections with bytes that no turn had time for yet, and since when, by address: these
+        take turns, so that nobody has more of them for having more connections."""
         self._is_armed = False
         self._until = 0.0
         self._patience_s = math.inf
@@ -144,9 +145,14 @@ class Turns:
             self._arm(now)
         return now < self._until and not self._waiting and not self._is_refusing
 
-    def put_off(self, connection: Waiting) -> None:
-        """Have a connection take what it holds in a later turn."""
-        self._waiting.append((monotonic(), connection))
+    @property
+    def is_over(self) -> bool:
+        """Whether who has this turn is to leave the rest for a later one."""
+        return monotonic() >= self._until
+
+    def put_off(self, connection: Waiting, address: str = "") -> None:
+        """Have a connection of an address take what it holds in a later turn."""
+        self._waiting.setdefault(address, deque()).append((monotonic(), connection))
 
     def expect(self, timeout_s: float) -> None:
         """Take note of the time within which a client wants its answer."""
@@ -160,7 +166,8 @@ class Turns:
     @property
     def is_flooded(self) -> bool:
         """Whether clients wait for their turn for so long that the last come first."""
-        return bool(self._waiting) and is_flood(monotonic() - self._waiting[0][0], self._patience_s)
+        oldest = min((queue[0][0] for queue in self._waiting.values()), default=math.inf)
+        return is_flood(monotonic() - oldest, self._patience_s)
 
     def _arm(self, now: float, rests: bool = False) -> None:
         self._is_armed = True
@@ -183,10 +190,18 @@ class Turns:
         self._arm(monotonic(), rests=self._is_refusing and not has_accepted)
 
     def _take(self) -> Waiting:
-        """Return whose turn it is: who waits longest, or under a flood mostly who came last."""
+        """Return whose turn it is: who waits longest, or under a flood mostly who came last.
+
+        That is among those of one address, whose turn it is among addresses.
+        """
         self._taken += 1
-        is_last = last_comes_first(monotonic() - self._waiting[0][0], self._patience_s, self._taken)
-        return (self._waiting.pop() if is_last else self._waiting.popleft())[1]
+        address = next(iter(self._waiting))
+        queue = self._waiting.pop(address)
+        is_last = last_comes_first(monotonic() - queue[0][0], self._patience_s, self._taken)
+        _, taken = queue.pop() if is_last else queue.popleft()
+        if queue:
+            self._waiting[address] = queue
+        return taken
 
     # -- refusals --------------------------------------------------------------------------------
 

@@ -123,6 +123,24 @@ def test_under_a_flood_most_turns_are_of_who_came_last_and_some_of_who_waits_lon
     assert "".join(log) == order
 
 
+def test_addresses_take_turns_however_many_connections_one_has(clock: FakeClock) -> None:
+    log: list[str] = []
+
+    async def scenario() -> None:
+        these = Turns()
+        assert these.has_time()
+        for number in range(6):
+            these.put_off(Client(f"f{number}", clock, log), "flood")
+        these.put_off(Client("a", clock, log), "first")
+        these.put_off(Client("b", clock, log), "second")
+        while len(log) < 8:
+            await asyncio.sleep(0)
+        assert these.has_time()
+
+    asyncio.run(scenario())
+    assert log == ["f0", "a", "b", "f1", "f2", "f3", "f4", "f5"]
+
+
 def test_it_is_a_flood_once_somebody_waits_for_half_of_the_shortest_time(clock: FakeClock) -> None:
     async def scenario() -> None:
         these = Turns()
