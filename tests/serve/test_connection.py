@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -579,3 +580,72 @@ def test_what_lay_in_the_kernel_has_waited() -> None:
 
     run(scenario)
     assert 0.05 < waited[0] < 10 and 0 <= waited[1] < waited[0]
+
+
+def test_an_address_has_one_line_a_second_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(served: Served) -> None:
+        for _ in range(20):
+            assert await served.exchange([b"no HTTP\r\n\r\n"], 1)
+        served.listener._noted = {host: (0.0, n) for host, (_, n) in served.listener._noted.items()}
+        await served.exchange([b"no HTTP\r\n\r\n"], 1)
+
+    run(scenario)
+    lines = [record.getMessage() for record in caplog.records if "refused, 400" in record.message]
+    assert 2 <= len(lines) < 8, "20 refusals take half a second"
+    assert re.search(r"; \d+ more lines about 127\.0\.0\.1 were left out$", lines[-1])
+
+
+def test_requests_that_wait_on_one_connection_are_not_all_of_one_turn() -> None:
+    """Nobody else has a turn while a connection's 60 requests are begun, if each takes its time."""
+    began: list[str] = []
+
+    async def scenario(served: Served) -> None:
+        accept = served.app.accept
+
+        def slowly(cycle: RequestResponseCycle) -> None:
+            began.append(cycle.path)
+            until = time.thread_time() + 0.001
+            while time.thread_time() < until:
+                pass
+            accept(cycle)
+
+        served.app.accept = slowly  # type: ignore[method-assign]
+        _, many, _ = await served.open()
+        _, one, _ = await served.open()
+        many.write(get(b"/e") * 60)
+        one.write(get(b"/other"))
+        await until(lambda: len(began) == 61)
+        many.close()
+        one.close()
+        await until(lambda: not served.listener.connections)
+
+    run(scenario)
+    assert began.index("/other") < 30
+
+
+def test_what_one_connection_sent_is_not_all_of_one_turn() -> None:
+    """A turn has a millisecond: 250 KB of heads of 900 fields take 50."""
+    head = get(b"/e", b"a: b\r\n" * 900)
+    order: list[str] = []
+
+    async def scenario(served: Served) -> None:
+        accept = served.app.accept
+
+        def note(cycle: RequestResponseCycle) -> None:
+            order.append(cycle.path)
+            accept(cycle)
+
+        served.app.accept = note  # type: ignore[method-assign]
+        reader, many, _ = await served.open()
+        _, one, _ = await served.open()
+        many.write(head * 40)
+        await asyncio.sleep(0)
+        one.write(get(b"/other"))
+        await until(lambda: len(order) == 41)
+        assert await reader.readexactly(40 * len(ok(b"GET /e "))) == ok(b"GET /e ") * 40
+        many.close()
+        one.close()
+        await until(lambda: not served.listener.connections)
+
+    run(scenario)
+    assert order.index("/other") < 30
