@@ -22,7 +22,8 @@ REFER, TRUNCATE, IOCTL_DEV = 1 << 13, 1 << 14, 1 << 15
 MAKE_CHAR, MAKE_BLOCK = 1 << 6, 1 << 11
 _ALL = (1 << 16) - 1
 _OF_FILES = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEV
-_SINCE = {REFER: 2, TRUNCATE: 3, IOCTL_DEV: 5}
+TRUNCATE_SINCE = 3
+_SINCE = {REFER: 2, TRUNCATE: TRUNCATE_SINCE, IOCTL_DEV: 5}
 """Right → the version that brought it; all others came with the first."""
 
 READ = EXECUTE | READ_FILE | READ_DIR
