@@ -21,8 +21,7 @@ from modelyard.serve.walls.environment import PASSED, choose_variables
 from modelyard.serve.walls.measures import LACKING, OFF, UP
 from tests.serve import live
 from tests.serve.live import LiveServer, build_archive, environment, is_alive, poll, running
-
-IS_ROOT = os.geteuid() == 0 and kernel.has_users(Settings().uids)
+from tests.serve.walls.identities import IS_ROOT
 
 
 @pytest.fixture(scope="module")

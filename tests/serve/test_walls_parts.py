@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from modelyard.serve.walls import calls, landlock, mounts
+from tests.serve.walls.identities import IS_ROOT
 
 ALLOWED, REFUSED, DONE = 0x7FFF0000, 0x00050001, 0x00050000
 
@@ -325,7 +326,7 @@ for name, kind, device in (("null", stat.S_IFCHR, (1, 3)), ("ram", stat.S_IFBLK,
 """
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may make devices, walls or not")
+@pytest.mark.skipif(not IS_ROOT, reason="only root may make devices, walls or not")
 @pytest.mark.parametrize(("walls", "outcome"), [("walls", "refused"), ("none", "made")])
 def test_where_a_worker_may_write_it_makes_no_device(
     tmp_path: Path, walls: str, outcome: str

@@ -10,6 +10,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from modelyard.serve.settings import Settings
+from modelyard.serve.walls import kernel
 from tests.shared import ROOT
 
 UID = 1500
@@ -29,16 +31,18 @@ os.execvp(sys.argv[1], sys.argv[1:])
 """
 """What container engines forbid as they come; also what a set-uid program is for."""
 ROOTLESS = ("unshare", "--user", "--map-root-user")
-IS_ROOT = os.geteuid() == 0
-OURS = "root" if IS_ROOT else "user"
+IS_ROOT = os.geteuid() == 0 and kernel.has_users(Settings().uids)
+OURS = "root" if IS_ROOT else "user" if os.geteuid() else "rootless"
 
 
 def command_as(identity: str, words: list[str]) -> list[str]:
     """Return the command that runs another as one of `root`, `user`, `container` and `rootless`.
 
-    Who is not root is `user` itself, and never root.
+    Who is not root stays who it is, and is never root.
     """
     container = (sys.executable, "-B", "-P", "-c", CONTAINER)
+    if not IS_ROOT and identity == OURS:
+        return words
     inner = [*{"rootless": ROOTLESS, "container": container}.get(identity, ()), *words]
     if not IS_ROOT or identity == "root":
         return inner

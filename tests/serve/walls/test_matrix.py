@@ -10,12 +10,12 @@ import pytest
 
 from modelyard.serve.walls import landlock, mounts
 from tests.archives.red_team.attempts import ATTEMPTS
-from tests.serve.walls.identities import IS_ROOT, OURS, is_possible
+from tests.serve.walls.identities import OURS, is_possible
 from tests.serve.walls.matrix import BEGIN, END, IDENTITIES, PAGE, RECORD, run_as, table, through
 
 RECORDED: dict[str, list[str]] = json.loads(RECORD.read_text(encoding="utf-8"))
 GROUPS = list(dict.fromkeys(group for group, _ in ATTEMPTS.values()))
-HERE = OURS if IS_ROOT or mounts.why_not() is None else "container"
+HERE = OURS if mounts.why_not() is None else "container"
 """As who the attempts were recorded that ours are compared with."""
 
 needs_all = pytest.mark.skipif(
