@@ -1,5 +1,5 @@
-"""Who a server may be: root; another user, also where nobody may make namespaces, as in containers;
-or root of a user namespace with one user."""
+"""Who a server may be: root; another user; both in a container, where nobody makes namespaces; root
+of a user namespace with one user."""
 
 from __future__ import annotations
 
@@ -35,8 +35,15 @@ IS_ROOT = os.geteuid() == 0 and kernel.has_users(Settings().uids)
 OURS = "root" if IS_ROOT else "user" if os.geteuid() else "rootless"
 
 
+DOCKERS = (
+    *("chown", "dac_override", "fowner", "fsetid", "kill", "setgid", "setuid", "setpcap"),
+    *("net_bind_service", "net_raw", "sys_chroot", "mknod", "audit_write", "setfcap"),
+)
+"""Capabilities of root in a container, as Docker has them."""
+
+
 def command_as(identity: str, words: list[str]) -> list[str]:
-    """Return the command that runs another as one of `root`, `user`, `container` and `rootless`.
+    """Return the command that runs another as one of `matrix.IDENTITIES`.
 
     Who is not root stays who it is, and is never root.
     """
@@ -46,6 +53,10 @@ def command_as(identity: str, words: list[str]) -> list[str]:
     inner = [*{"rootless": ROOTLESS, "container": container}.get(identity, ()), *words]
     if not IS_ROOT or identity == "root":
         return inner
+    if identity == "root in a container":
+        capabilities = ",".join(["-all", *(f"+{each}" for each in DOCKERS)])
+        limit = (f"--bounding-set={capabilities}", "--inh-caps=-all")
+        return ["setpriv", *limit, *container, *words]
     plain = ("--clear-groups", "--inh-caps=-all", "--bounding-set=-all")
     become = ["setpriv", f"--reuid={UID}", f"--regid={UID}", *plain, *inner]
     return ["unshare", "--mount", "sh", "-ec", "\n".join([*_open_folders(), shlex.join(become)])]
