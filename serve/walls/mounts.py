@@ -13,7 +13,7 @@ import os
 import struct
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection
 from pathlib import Path
 
 from modelyard.serve.walls import kernel, places
@@ -25,11 +25,11 @@ _RDONLY, _SLAVE = 1, 1 << 19
 _PROCFS = "/proc"
 
 
-def separate(writes: Iterable[str]) -> None:
+def separate(writes: Collection[str]) -> None:
     """Give this process mounts of its own. The thread that calls this must be the only one.
 
-    Who may not have them becomes root of a user namespace of its own, where everybody keeps the
-    number that they have; that it may do nothing further there is left to the caller.
+    Who may not have them gets a user namespace, too, in which it keeps its number and has every
+    capability: the caller drops them.
 
     Args:
         writes: what stays writable; a path that is not there is left out.
@@ -40,7 +40,7 @@ def separate(writes: Iterable[str]) -> None:
     _enter()
     _set("/", 0, _SLAVE)  # nothing that follows is seen outside
     trees = [(_clone(path), path) for path in (_PROCFS, *filter(os.path.exists, writes))]
-    _set("/", _RDONLY, 0)
+    _set("/", 0 if "/" in writes else _RDONLY, 0)
     for tree, path in trees:  # as they were
         kernel.syscall(_MOVE_MOUNT, tree, b"", _HERE, os.fsencode(path), _FROM_DESCRIPTOR)
         os.close(tree)
