@@ -84,7 +84,7 @@ def work():
     return {
         "ran": ran,
         "squares": squares,
-        "shared": share("something") != "",
+        "shared": Path("/dev/shm", share("something")).unlink() is None,
         "child": child.wait(),
         "cpus": os.cpu_count() is not None,
         "self": Path("/proc/self/maps").read_text() != "",

@@ -93,6 +93,7 @@ def _surroundings(has_walls: bool, folder: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def _world(server: LiveServer, folder: Path, has_walls: bool) -> Iterator[dict[str, Any]]:
     """Make what there is to reach, and yield where it is."""
+    neighbours = server.predict("neighbour", "share secret").json()["got"]
     libc = ctypes.CDLL(None, use_errno=True)
     unpacked = {
         name: next((server.state_dir / "unpacked").glob(f"{name}-*"))
@@ -133,7 +134,6 @@ def _world(server: LiveServer, folder: Path, has_walls: bool) -> Iterator[dict[s
     posix = f"red-team-{os.getpid()}"
     libc.mq_open(f"/{posix}".encode(), os.O_CREAT | os.O_RDWR, mine, None)
     unix_path = f"/tmp/red-team-{os.getpid()}"
-    neighbours = server.predict("neighbour", "share secret").json()["got"]
     with socket.socket(socket.AF_UNIX) as path, socket.socket(socket.AF_UNIX) as abstract:
         for listener, address in ((path, unix_path), (abstract, f"\0{posix}")):
             listener.bind(address)
