@@ -22,7 +22,7 @@ from torch.utils import _pytree
 from modelyard.archiver.signature import Dim as DynamicDim
 from modelyard.archiver.signature import Signature
 from modelyard.exporter.arguments import WRAPPED, own_name
-from modelyard.exporter.errors import CheckpointError, ConversionError, ModelError, cause
+from modelyard.exporter.errors import CheckpointError, ConversionError
 from modelyard.exporter.formats.diagnose import explain, find_place
 from modelyard.handlers.errors import UnsafeProgram
 from modelyard.handlers.judge.grammar import ANY, operator_problem
@@ -404,19 +404,12 @@ def open_program(path: Path, trust: bool = False) -> nn.Module:
     limit of two for granted. What is proven is what the program computes.
 
     Raises:
-        CheckpointError: loading it could run code.
-        ModelError: this torch cannot load it, as where it uses operators of a library.
+        CheckpointError: loading it could run code, or this torch cannot load it.
     """
     try:
         program = load_on(path, torch.device("cpu"), trusted=(ANY,) if trust else ())
     except UnsafeProgram as error:
         raise CheckpointError(str(error)) from error
-    # torch's loader fails in many ways on programs of other versions.
-    except Exception as error:
-        raise ModelError(
-            f'"{path.name}" cannot be loaded by torch {torch.__version__}: {cause(error)}; export '
-            "its checkpoint with this torch"
-        ) from error
     free_names(program)
     module = program.module(check_guards=False)
     assert isinstance(module, GraphModule)

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.export.passes import move_to_device_pass
 
 from modelyard.archiver.signature import UNLIMITED, Dim, Size, TensorSpec
 from modelyard.archiver.untrusted.container import OpenFile
@@ -263,13 +262,10 @@ def load_on(
     trusted: Collection[str] = (),
 ) -> torch.export.ExportedProgram:
     """Load an exported program, with its weights on `device`; errors as `open_pt2`."""
-    program = load_program(path, trusted)
-    values = [*program.state_dict.values(), *program.constants.values()]
-    tensors = [value for value in values if isinstance(value, Tensor)]
+    program = load_program(path, trusted, device)
     if share:
-        map_weights(tensors, path)
-    if any(tensor.device != device for tensor in tensors):
-        program = move_to_device_pass(program, device)
+        values = [*program.state_dict.values(), *program.constants.values()]
+        map_weights([value for value in values if isinstance(value, Tensor)], path)
     return program
 
 
