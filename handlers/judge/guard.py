@@ -127,10 +127,9 @@ def _checks(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         if not _is_open(given):
             continue
         if "Tensor" in kind:
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                if not is_pointwise:
-                    yield partial(_write, place)
-            elif not takes_any:
+            # torch itself looks at the memory of what is written to.
+            is_written = argument.alias_info is not None and argument.alias_info.is_write
+            if not takes_any and not is_written:
                 yield _changed(place, partial(_lay_out, bool(_LAID_OUT.match(name))))
             if (counting := _COUNTS.get(argument.name)) and counting.match(name):
                 yield _changed(place, partial(_count, argument.name))
@@ -180,23 +179,6 @@ def _overlaps(tensor: Tensor) -> bool:
                 return True
             reach += stride * (size - 1)
     return False
-
-
-def _write(place: _Place, args: list[Any], kwargs: dict[str, Any]) -> None:
-    """Refuse to write where elements share memory, and copy what is read from there meanwhile."""
-    target = args[place] if isinstance(place, int) else kwargs[place]
-    if not target.is_contiguous() and _overlaps(target):
-        raise ValueError("elements of a tensor that is written to share memory; copy it first")
-    memory = target.untyped_storage().data_ptr()
-
-    def own(value: Any) -> Any:
-        if isinstance(value, list | tuple):
-            return [own(each) for each in value]
-        is_same = isinstance(value, Tensor) and value.untyped_storage().data_ptr() == memory
-        return value.clone() if is_same else value
-
-    args[:] = [each if i == place else own(each) for i, each in enumerate(args)]
-    kwargs.update({name: own(each) for name, each in kwargs.items() if name != place})
 
 
 def _number(target: OpOverload, name: str, kind: str, value: Any) -> Any:

@@ -117,6 +117,8 @@ class Program:
         self.kept: list[Tensor] = []
         self.lacked_memory = False
         """Whether a step failed that another time may not."""
+        self.wrong: list[int] = []
+        """Operators whose answer is known to be another one."""
         self.wants_gradients = self.random.random() < 0.2
 
     def run(self) -> Iterator[tuple[int, str]]:
@@ -372,5 +374,6 @@ def _digest(results: Sequence[Tensor]) -> str:
             flat = result.detach().resolve_conj().resolve_neg()
             if flat.numel() > LARGEST_KEPT:
                 flat = flat.reshape(-1)[:SEEN_BYTES] if flat.is_contiguous() else flat.flatten()[:1]
-            digest.update(flat.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+            dense = flat.flatten().clone(memory_format=torch.contiguous_format)
+            digest.update(dense.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

@@ -197,14 +197,6 @@ def test_arithmetic_of_sizes_takes_no_tensors(tmp_path: Path) -> None:
         module(x)
 
 
-def test_what_is_written_shares_no_memory_with_what_is_read() -> None:
-    x = whole(0, 1, 2)
-    # The indices are those of before, whatever is written in the meantime.
-    assert as_guarded(aten.index_put_.default, x, [x[:]], x.flip(0)).tolist() == [2, 1, 0]
-    with pytest.raises(ValueError, match="share memory"):
-        as_guarded(aten.index_put_.default, whole(1).expand(3), [whole(0)], whole(2))
-
-
 def test_a_program_is_moved_before_its_calls_are_guarded(tmp_path: Path) -> None:
     program = torch.export.export(nn.GroupNorm(2, 4), (torch.rand(2, 4, 3),))
     torch.export.save(program, tmp_path / "norm.pt2")
