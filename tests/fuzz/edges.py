@@ -1,15 +1,22 @@
-"""Calls by their schema, with what wraps around, cannot be divided, or is scaled to nothing."""
+"""torch's own samples with what wraps around, cannot be divided, or is scaled to nothing.
 
+Of a call that works, some arguments are exchanged by their kind in the operator's schema; sums and
+products of what stands in a list are small where 2^64 is 0.
+"""
+
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tests.fuzz.programs import FLOATS, INTEGERS, WHOLES, Program
+from tests.fuzz.programs import FLOATS, WHOLES
+from tests.fuzz.samples import Call, Samples, at_end
 
-WRAPPING = (
+VARIANTS = 12  # of one call
+INTEGERS = (
     *(2**63 - 1, -(2**63), 2**62, -(2**62), 2**61 + 1, 2**63 - 8, 2**32, 2**32 + 1, 2**33 - 1),
-    *(2**31, 2**31 - 1, -(2**31), -(2**31) - 1, 2**30, 2**28, 2**28 + 1, 2**16, 2**14, -1, 0),
+    *(2**31, 2**31 - 1, -(2**31), -(2**31) - 1, 2**30, 2**28, 2**16, 2**14, -1, 0, 1, 2, 3, 7),
 )
 LISTS = (
     [2**62] * 4 + [3],
@@ -20,59 +27,85 @@ LISTS = (
     [2**32, 2**32, 3],
     [2**16] * 4,
     [2**21, 2**21, 2**22],
-    [2**63 - 1] * 6,
-    [-(2**63)] * 4,
-    [-1] * 3,
+    [2**63 - 1],
+    [-(2**63)],
+    [-1],
+    [1, -1],
+    [0],
 )
-"""Their sums or products are small again, or 0, where 2^64 is."""
 SCALES = (5e-324, 1e-300, 1e-38, 2.0**-20, 2.0**-21, 2.0**20, 1e38, 1e300, 0.5, -0.5, -1e-300)
+MODES = ("trunc", "floor", "none", "mean", "sum", "constant", "reflect", "replicate", "circular")
 
 
-class Edges(Program):
-    """As `Program`, with other values."""
+class Edges(Samples):
+    """Calls of one operator's samples, as `Samples`, with other values."""
 
-    def _integer(self) -> int:
-        return self.random.choice(WRAPPING if self.random.random() < 0.5 else INTEGERS)
+    def variants(self, target: Any, args: Any, kwargs: Any) -> Iterator[tuple[Call, Call | None]]:
+        """Yield the arguments with some of them exchanged."""
+        arguments = target._schema.arguments
+        for _ in range(VARIANTS):
+            is_byte, share = self.random.random() < 0.3, self.random.choice((0.3, 0.6, 1.0))
+            kinds = [str(each.real_type) for each in arguments]
+            own = [
+                self._other(value, kind, is_byte, share)
+                for value, kind in zip(args, kinds, strict=False)
+            ]
+            # What was left out is given, too.
+            for argument, kind in list(zip(arguments, kinds, strict=True))[len(own) :]:
+                if argument.kwarg_only or self.random.random() < 0.5:
+                    break
+                own.append(self._other(argument.default_value, kind, is_byte, share))
+            named = {
+                each.name: self._other(kwargs[each.name], kind, is_byte, share)
+                for each, kind in zip(arguments, kinds, strict=True)
+                if each.name in kwargs
+            }
+            yield (own, named), None
 
-    def _mutate(self, call: Any) -> None:
-        super()._mutate(call)
-        for holder in (call[0], call[1]):
-            for key in range(len(holder)) if isinstance(holder, list) else list(holder):
-                self._sharpen(holder, key)
+    def _other(self, value: Any, kind: str, is_byte: bool, share: float) -> Any:
+        if isinstance(value, Tensor):
+            return at_end(self._tensor_like(value, is_byte, share))
+        if isinstance(value, list | tuple) and any(isinstance(each, Tensor) for each in value):
+            return [self._other(each, kind, is_byte, share) for each in value]
+        if self.random.random() > share or isinstance(value, bool):
+            return value
+        length = len(value) if isinstance(value, list | tuple) else 2
+        if "List[int]" in kind:
+            if self.random.random() < 0.5:
+                return self._wrapping(length)
+            own = list(value or [1] * length)
+            if own:
+                own[self.random.randrange(len(own))] = self.random.choice(INTEGERS)
+            return own
+        if "List[float]" in kind:
+            return [self.random.choice(SCALES + FLOATS) for _ in range(length)]
+        if "int" in kind:
+            return self.random.choice(INTEGERS)
+        if "float" in kind or "number" in kind:
+            return self.random.choice(SCALES + FLOATS + INTEGERS)
+        return self.random.choice(MODES) if "str" in kind else value
 
-    def _sharpen(self, holder: Any, key: Any) -> None:
-        value, draw = holder[key], self.random.random()
-        if isinstance(value, float) and draw < 0.5:
-            holder[key] = self.random.choice(SCALES + FLOATS)
-        elif isinstance(value, list) and value and draw < 0.3:
-            if all(isinstance(each, int) for each in value):
-                holder[key] = self._wrapping(len(value))
-            elif all(isinstance(each, float) for each in value):
-                holder[key] = [self.random.choice(SCALES + FLOATS) for _ in value]
-        elif isinstance(value, dict) and "tensor" in value and draw < 0.4:
-            kind = "uint8" if self.random.random() < 0.5 else "int64"
-            is_real = value["tensor"].startswith(("float", "bfloat"))
-            holder[key] = value | ({"tensor": kind} if is_real else {"hostile": True})
+    def _tensor_like(self, value: Tensor, is_byte: bool, share: float) -> Tensor:
+        if is_byte and value.is_floating_point():
+            value = value.clamp(0, 200).to(torch.uint8)
+        if not value.numel() or self.random.random() > share:
+            return value
+        if value.dtype in WHOLES:
+            limits = torch.iinfo(value.dtype)
+            wrapped = [
+                limits.min + (each - limits.min) % (1 << limits.bits)
+                for each in self._wrapping(value.numel())
+            ]
+            if self.random.random() < 0.3:
+                wrapped = [self.random.choice((limits.min, limits.max, -1 if limits.min else 1))]
+            flat = (wrapped * value.numel())[: value.numel()]
+            return torch.tensor(flat, dtype=value.dtype).reshape(value.shape)
+        if value.is_floating_point() and self.random.random() < 0.5:
+            value = value.clone(memory_format=torch.contiguous_format)
+            hostile = torch.tensor(self.random.choice(FLOATS), dtype=torch.float64)
+            value.view(-1)[self.random.randrange(value.numel())] = hostile.to(value.dtype)
+        return value
 
     def _wrapping(self, length: int) -> list[int]:
-        drawn = list(self.random.choice(LISTS))
-        return (drawn * length)[:length] if self.random.random() < 0.6 else drawn
-
-    def _drawn(self, kind: str, name: str, length: int | None) -> Any:
-        draw = self.random.random()
-        if draw < 0.4 and kind.removeprefix("Optional[").startswith("List[int]"):
-            return self._wrapping(length or 3)
-        if draw < 0.5 and "float" in kind and "List" not in kind:
-            return self.random.choice(SCALES + FLOATS)
-        return super()._drawn(kind, name, length)
-
-    def _tensor(self, spec: dict[str, Any]) -> Tensor:
-        made = super()._tensor(spec)
-        if made.dtype in WHOLES and made.numel() and self.random.random() < 0.5:
-            limits = torch.iinfo(made.dtype)
-            values = self._wrapping(max(made.numel(), 1)) if self.random.random() < 0.5 else []
-            values = values or [self.random.choice((limits.min, limits.max, -1, 0))]
-            wrapped = [limits.min + (each - limits.min) % (1 << limits.bits) for each in values]
-            flat = (wrapped * made.numel())[: made.numel()]
-            return torch.tensor(flat, dtype=made.dtype).reshape(made.shape)
-        return made
+        drawn = self.random.choice(LISTS)
+        return (drawn * length)[: max(length, 1)] if self.random.random() < 0.9 else list(drawn)

@@ -28,6 +28,7 @@ DTYPES = (*[torch.float32] * 3, torch.float64, torch.int64, torch.uint8, torch.b
 # Random numbers, and which of equal elements an index names, differ by layout.
 ANY_ANSWER = ("rand", "dropout", "bernoulli", "multinomial", "rrelu", "argsort", "empty")
 WITH_INDEX = ("median", "mode", "kthvalue", "sort", "topk", "max", "min", "cummax", "cummin")
+Call = tuple[Any, Any]
 _PAGE = mmap.PAGESIZE
 _libc = ctypes.CDLL(None)
 
@@ -54,16 +55,15 @@ class Samples:
     def run(self) -> Iterator[tuple[int, str]]:
         """Run it; yield each operator, and a digest of every byte that it gave."""
         places = _places(tuple(each.name for each in self.allowed))
-        calls = itertools.product(_calls(self.seed), LAYOUTS)
-        for step, ((target, args, kwargs), layout) in enumerate(calls):
+        steps = ((call, pair) for call in _calls(self.seed) for pair in self.variants(*call))
+        for step, ((target, *_), (one, other)) in enumerate(steps):
             place = places.get(f"aten.{target._schema.name[6:]}.{target._overloadname}")
             if place is None or place in self.left_out:
                 continue
             operator = self.allowed[place]
-            one, other = self._laid_out(layout, args, kwargs)
             if self.show:
-                self.show(f"{operator.name} {layout} {one}")
-            call = judged(operator, one[0], one[1], self.random.random() < 0.5)
+                self.show(f"{operator.name} {one}")
+            call = judged(operator, *one, self.random.random() < 0.5)
             if call is None:
                 continue
             self.enter(step, place)
@@ -72,7 +72,7 @@ class Samples:
                 found = _tensors(call(*one[0], **one[1]))
                 self.leave(place)
                 torch.manual_seed(self.seed)
-                expected = _tensors(operator.stands_in(*other[0], **other[1]))
+                expected = _tensors(operator.stands_in(*other[0], **other[1])) if other else found
             except Exception as error:
                 self.lacked_memory |= "allocate memory" in str(error)
                 if self.show:
@@ -84,7 +84,12 @@ class Samples:
                 if self.show:
                     self.show(f"  {found} and not {expected}")
 
-    def _laid_out(self, layout: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def variants(self, target: Any, args: Any, kwargs: Any) -> Iterator[tuple[Call, Call | None]]:
+        """Yield arguments to try, and others that have to give the same."""
+        for layout in LAYOUTS:
+            yield self._laid_out(layout, args, kwargs)
+
+    def _laid_out(self, layout: str, args: Any, kwargs: Any) -> tuple[Call, Call]:
         """Return the arguments in a layout, and the same values in contiguous tensors."""
         leaves, spec = tree_flatten((args, kwargs))
         ones = [self._tensor(layout, each) if _is_plain(each) else each for each in leaves]
@@ -145,14 +150,16 @@ def _calls(seed: int) -> list[tuple[Any, Any, Any]]:
         samples = sample_inputs("cpu", draw.choice(dtypes), requires_grad=False)
         kept = list(itertools.islice(samples, SAMPLES))
         for sample in draw.sample(kept, min(TAKEN, len(kept))):
-            found += _calls_of(info.op, sample)
+            found += _calls_of(info.op, sample, draw.random() < 0.5)
     # Samples of what this machine lacks, and what cannot be traced.
     except Exception:
         return found
     return found
 
 
-def _calls_of(operation: Callable[..., Any], sample: Any) -> list[tuple[Any, Any, Any]]:
+def _calls_of(
+    operation: Callable[..., Any], sample: Any, is_composed: bool
+) -> list[tuple[Any, Any, Any]]:
     given, spec = tree_flatten((sample.input, sample.args, sample.kwargs))
     spots = [i for i, each in enumerate(given) if isinstance(each, Tensor)]
     tensors = [given[spot].detach().clone() for spot in spots]
@@ -166,7 +173,7 @@ def _calls_of(operation: Callable[..., Any], sample: Any) -> list[tuple[Any, Any
         first, args, kwargs = tree_unflatten(leaves, spec)
         return operation(first, *args, **kwargs)
 
-    record = _Record(make_fx(call, pre_dispatch=True)(*tensors))
+    record = _Record(make_fx(call, pre_dispatch=is_composed)(*tensors))
     record.run(*tensors)
     return record.found
 
