@@ -87,17 +87,36 @@ def capture(model: nn.Module, signature: Signature, example: tuple[Tensor, ...])
 def write(program: ExportedProgram, path: Path) -> dict[str, object]:
     """Save the program without the inputs it was traced with: they may be somebody's data.
 
+    One that calls operators which only its author may trust is decomposed, if it then calls none.
+
     Returns:
         `trusted_operators`: what it calls that only its author may trust, if anything.
     """
     example, program._example_inputs = program._example_inputs, None
     try:
-        torch.export.save(program, path)
+        written = program
+        if foreign := _foreign(program):
+            written = next((each for each in _decomposed(program) if not _foreign(each)), program)
+        torch.export.save(written, path)
     finally:
         program._example_inputs = example  # the next format may be compiled with them
+    return {"trusted_operators": foreign} if foreign and written is program else {}
+
+
+def _foreign(program: ExportedProgram) -> list[str]:
     called = {str(node.target) for node in _nodes(program) if isinstance(node.target, OpOverload)}
-    foreign = sorted(name for name in called if operator_problem(f"torch.ops.{name}"))
-    return {"trusted_operators": foreign} if foreign else {}
+    return sorted(name for name in called if operator_problem(f"torch.ops.{name}"))
+
+
+def _decomposed(program: ExportedProgram) -> Iterator[ExportedProgram]:
+    """Yield it without calls that change a tensor in place, and of torch's core operators alone."""
+    tables: tuple[Any, ...] = ({}, None)
+    for table in tables:
+        found: list[ExportedProgram] = []
+        # What an operator decomposes to may fail in any way on unknown sizes.
+        with suppress(Exception), quiet(*_TALKATIVE), any_length():
+            found.append(program.run_decompositions(table))
+        yield from found
 
 
 def _trace(
