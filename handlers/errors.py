@@ -7,7 +7,7 @@ HandlerError
 ├── InputMismatch         tensors that the artifact does not take (also a ValueError)
 ├── LoadError             a worker cannot load this archive
 │   ├── NoEntryPoint      an archive without a usable handler (also a ValueError)
-│   └── UnsafeProgram     an exported program that could run code of its own
+│   └── UnsafeProgram     an exported program or ONNX file that holds more than a model
 └── PredictionException   an author chooses the status code
 
 The server maps each class to a status; only the last knows HTTP, since its author sets the code.
@@ -48,19 +48,25 @@ class NoEntryPoint(LoadError, ValueError):
 
 
 class UnsafeProgram(LoadError):
-    """An exported program holds more than a program; nothing of it was run.
+    """A file holds more than a model, or something else; nothing of it was run.
 
     Args:
         file: the file's name.
         findings: each part of the file that is refused, with what is wrong about it.
+        expected: what it should be.
     """
 
-    def __init__(self, file: str, findings: Sequence[tuple[str, str]]) -> None:
+    def __init__(
+        self,
+        file: str,
+        findings: Sequence[tuple[str, str]],
+        expected: str = "an exported program as torch.export.save writes it",
+    ) -> None:
         self.findings = tuple(findings)
         listed = "; ".join(f"{part}: {problem}" for part, problem in self.findings)
         super().__init__(
-            f"{file} is refused, and nothing of it was run: {listed}. Expected an exported program "
-            "as torch.export.save writes it; export it again from its checkpoint"
+            f"{file} is refused, and nothing of it was run: {listed}. Expected {expected}; "
+            "export it again from its checkpoint"
         )
 
 

@@ -22,7 +22,7 @@ from torch.utils import _pytree
 from modelyard.archiver.signature import Dim as DynamicDim
 from modelyard.archiver.signature import Signature
 from modelyard.exporter.arguments import WRAPPED, own_name
-from modelyard.exporter.errors import CheckpointError, ConversionError, ModelError, cause
+from modelyard.exporter.errors import CheckpointError, ConversionError
 from modelyard.exporter.formats.diagnose import explain, find_place
 from modelyard.handlers.errors import UnsafeProgram
 from modelyard.handlers.judge.grammar import ANY, operator_problem
@@ -87,17 +87,36 @@ def capture(model: nn.Module, signature: Signature, example: tuple[Tensor, ...])
 def write(program: ExportedProgram, path: Path) -> dict[str, object]:
     """Save the program without the inputs it was traced with: they may be somebody's data.
 
+    One that calls operators which only its author may trust is decomposed, if it then calls none.
+
     Returns:
         `trusted_operators`: what it calls that only its author may trust, if anything.
     """
     example, program._example_inputs = program._example_inputs, None
     try:
-        torch.export.save(program, path)
+        written = program
+        if foreign := _foreign(program):
+            written = next((each for each in _decomposed(program) if not _foreign(each)), program)
+        torch.export.save(written, path)
     finally:
         program._example_inputs = example  # the next format may be compiled with them
+    return {"trusted_operators": foreign} if foreign and written is program else {}
+
+
+def _foreign(program: ExportedProgram) -> list[str]:
     called = {str(node.target) for node in _nodes(program) if isinstance(node.target, OpOverload)}
-    foreign = sorted(name for name in called if operator_problem(f"torch.ops.{name}"))
-    return {"trusted_operators": foreign} if foreign else {}
+    return sorted(name for name in called if operator_problem(f"torch.ops.{name}"))
+
+
+def _decomposed(program: ExportedProgram) -> Iterator[ExportedProgram]:
+    """Yield it without calls that change a tensor in place, and of torch's core operators alone."""
+    tables: tuple[Any, ...] = ({}, None)
+    for table in tables:
+        found: list[ExportedProgram] = []
+        # What an operator decomposes to may fail in any way on unknown sizes.
+        with suppress(Exception), quiet(*_TALKATIVE), any_length():
+            found.append(program.run_decompositions(table))
+        yield from found
 
 
 def _trace(
@@ -404,19 +423,12 @@ def open_program(path: Path, trust: bool = False) -> nn.Module:
     limit of two for granted. What is proven is what the program computes.
 
     Raises:
-        CheckpointError: loading it could run code.
-        ModelError: this torch cannot load it, as where it uses operators of a library.
+        CheckpointError: loading it could run code, or this torch cannot load it.
     """
     try:
         program = load_on(path, torch.device("cpu"), trusted=(ANY,) if trust else ())
     except UnsafeProgram as error:
         raise CheckpointError(str(error)) from error
-    # torch's loader fails in many ways on programs of other versions.
-    except Exception as error:
-        raise ModelError(
-            f'"{path.name}" cannot be loaded by torch {torch.__version__}: {cause(error)}; export '
-            "its checkpoint with this torch"
-        ) from error
     free_names(program)
     module = program.module(check_guards=False)
     assert isinstance(module, GraphModule)

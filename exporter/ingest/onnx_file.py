@@ -1,6 +1,5 @@
 """An ONNX file → its protobuf with every weight inside, checked; nothing of it is run."""
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,11 +8,10 @@ from typing import Any
 from modelyard.archiver.signature import DTYPES
 from modelyard.exporter.errors import CheckpointError
 from modelyard.exporter.ingest.source import Source, inside
+from modelyard.handlers.judge.onnx_file import check_onnx, inside_folder
 
 # The largest file that protobuf, and so a single .onnx, can be.
 MAX_BYTES = 2**31 - 1
-# Domains whose operators onnxruntime has by itself.
-_DOMAINS = ("", "ai.onnx", "ai.onnx.ml", "com.microsoft")
 
 
 @dataclass(frozen=True)
@@ -57,28 +55,23 @@ def read_onnx(source: Source) -> tuple[Any, tuple[Path, ...]]:
     import onnx
 
     assert source.path is not None
-    model = parse_onnx(source)
     name, folder = source.name, source.path.parent
-    own = {(function.domain, function.name) for function in model.functions}
-    for node in _nodes(model):
-        if node.domain not in _DOMAINS and (node.domain, node.op_type) not in own:
-            raise CheckpointError(
-                f'"{name}" needs the operator {node.domain}.{node.op_type} of a library, which '
-                "onnxruntime does not have; expected operators of ONNX: export its checkpoint "
-                "without that library"
-            )
-    places = {place for tensor in _tensors(model) for place in locations(tensor)}
-    files = tuple(_beside(source, place) for place in sorted(places))
+    findings, files = check_onnx(source.path, _beside)
+    if findings:
+        listed = "; ".join(f"{part}: {problem}" for part, problem in findings)
+        raise CheckpointError(
+            f'"{name}" is refused: {listed}. Expected operators of ONNX, and files beside it: '
+            "export its checkpoint anew"
+        )
     size_bytes = sum(path.stat().st_size for path in (source.path, *files))
     if size_bytes > MAX_BYTES:
         raise CheckpointError(
             f'"{name}" and its weights are {size_bytes / 1e9:.1f} GB, which do not fit in one ONNX '
             "file of at most 2 GB; export its checkpoint with --format pt2"
         )
+    model = parse_onnx(source)
     try:
-        for tensor in _tensors(model):
-            if locations(tensor):
-                onnx.external_data_helper.load_external_data_for_tensor(tensor, str(folder))
+        onnx.external_data_helper.load_external_data_for_model(model, str(folder))
         onnx.checker.check_model(model)
     # A part of its weights may lie anywhere in the file that it names, or outside of it.
     except (onnx.checker.ValidationError, ValueError, OSError) as error:
@@ -89,22 +82,14 @@ def read_onnx(source: Source) -> tuple[Any, tuple[Path, ...]]:
     return model, (source.path, *files)
 
 
-def _beside(source: Source, place: str) -> Path:
-    """Return the path of a file of weights, which must lie in the folder of the model."""
-    assert source.path is not None
-    folder = source.path.parent
-    parts = re.split(r"[/\\]", place)
-    if not place or Path(place).is_absolute() or ".." in parts or "\0" in place:
-        raise CheckpointError(
-            f'"{source.name}" is refused: its weights would lie outside of its folder, in "{place}"'
-        )
-    path = inside(folder, place)
-    if not path.is_file():
-        raise CheckpointError(
-            f'"{source.name}" keeps its weights in "{place}", which is not beside it; copy that '
-            "file too"
-        )
-    return path
+def _beside(folder: Path, place: str) -> Path:
+    """Return the path of a file of weights; the hub's links are followed."""
+    try:
+        return inside_folder(folder, place)
+    except ValueError:
+        if not (folder / place).is_symlink():
+            raise
+        return inside(folder, place)
 
 
 def locations(tensor: Any) -> list[str]:
@@ -182,21 +167,3 @@ def _nodes_in(nodes: Any) -> Iterator[Any]:
         for attribute in node.attribute:
             for graph in (attribute.g, *attribute.graphs):
                 yield from _nodes_in(graph.node)
-
-
-def _tensors(model: Any) -> Iterator[Any]:
-    """Yield every tensor: weights, those of inner graphs, and constants; a sparse one is two."""
-    yield from _initializers(model.graph)
-    for node in _nodes(model):
-        for attribute in node.attribute:
-            yield from (attribute.t, *attribute.tensors)
-            for sparse in (attribute.sparse_tensor, *attribute.sparse_tensors):
-                yield from (sparse.values, sparse.indices)
-            for graph in (attribute.g, *attribute.graphs):
-                yield from _initializers(graph)
-
-
-def _initializers(graph: Any) -> Iterator[Any]:
-    yield from graph.initializer
-    for sparse in graph.sparse_initializer:
-        yield from (sparse.values, sparse.indices)

@@ -23,6 +23,9 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.export.passes import move_to_device_pass
 
 from modelyard.archiver.untrusted.container import CHUNK_BYTES, Bytes, Damaged, Held, OpenFile
 from modelyard.archiver.untrusted.json import RefusedJson, parse_json
@@ -72,21 +75,44 @@ def check(source: Bytes, trusted: Collection[str] = ()) -> list[Finding]:
     return _read(source, trusted)[1]
 
 
-def load_program(path: Path, trusted: Collection[str] = ()) -> torch.export.ExportedProgram:
-    """Load an exported program that holds nothing but a program; `trusted` as `check`'s.
+def load_program(
+    path: Path, trusted: Collection[str] = (), device: torch.device | None = None
+) -> torch.export.ExportedProgram:
+    """Load an exported program that holds nothing but a program.
+
+    Args:
+        path: the file.
+        trusted: as `check`'s.
+        device: where its weights and what it makes are to be; by default where they were.
 
     Raises:
         UnsafeProgram: lists every part that is refused; nothing of it was run.
     """
     with contextlib.closing(OpenFile(os.open(path, os.O_RDONLY))) as file:
-        snapshot, findings = _read(file, trusted)
-        if findings:
-            raise UnsafeProgram(path.name, findings)
-        snapshot.seek(0)
-        program = torch.export.load(cast(IO[bytes], snapshot))
-        if findings := list(itertools.islice(_once(_call_findings(program)), MAX_FINDINGS)):
-            raise UnsafeProgram(path.name, findings)
-        return program
+        try:
+            program, findings = _load(file, trusted, device)
+        # What the grammar leaves open torch takes for granted, and fails in every way there is.
+        except Exception as error:
+            reason = (str(error).strip().splitlines() or [""])[0]
+            said = f"torch {torch.__version__} cannot read it ({type(error).__name__}: {reason})"
+            raise UnsafeProgram(path.name, [("the file", said)]) from error
+    if program is None or findings:
+        raise UnsafeProgram(path.name, findings)
+    return program
+
+
+def _load(
+    file: Bytes, trusted: Collection[str], device: torch.device | None
+) -> tuple[torch.export.ExportedProgram | None, list[Finding]]:
+    snapshot, findings = _read(file, trusted)
+    if findings:
+        return None, findings
+    snapshot.seek(0)
+    program = torch.export.load(cast(IO[bytes], snapshot))
+    tensors = [*program.state_dict.values(), *program.constants.values()]
+    if device and any(isinstance(each, Tensor) and each.device != device for each in tensors):
+        program = move_to_device_pass(program, device)  # which knows torch's own operators alone
+    return program, list(itertools.islice(_once(_call_findings(program)), MAX_FINDINGS))
 
 
 def _read(source: Bytes, trusted: Collection[str]) -> "tuple[_Snapshot, list[Finding]]":
@@ -110,7 +136,9 @@ def _read(source: Bytes, trusted: Collection[str]) -> "tuple[_Snapshot, list[Fin
 def _call_findings(program: torch.export.ExportedProgram) -> Iterator[Finding]:
     """Judge the calls by torch's own description of them, and let checked ones stand in."""
     for node in calls(program):
-        if problem := call_problem(cast(Any, node.target), node.args, node.kwargs):
+        if isinstance(node.target, OpOverload) and (
+            problem := call_problem(node.target, node.args, node.kwargs)
+        ):
             yield "the graph", f"{node.target} {problem}"
     try:
         use_checked(program)

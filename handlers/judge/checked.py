@@ -7,8 +7,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
+from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx import GraphModule, Node
+
+from modelyard.handlers.judge.guard import guarded, number_problem, numeric
 
 _GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 
@@ -94,33 +96,10 @@ def checked_embedding_bag(
     return _BAG(weight, indices.contiguous(), offsets.contiguous(), False, mode, False, None)
 
 
-def checked_group_norm(
-    x: Tensor,
-    num_groups: int,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    cudnn_enabled: bool = True,
-) -> Any:
-    """Run aten.group_norm with weights that lie in memory as its kernel reads them."""
-    own = [each if each is None else each.contiguous() for each in (weight, bias)]
-    return torch.ops.aten.group_norm.default(x, num_groups, *own, eps, cudnn_enabled)
-
-
-def checked_native_group_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, *sizes: Any
-) -> Any:
-    """Run aten.native_group_norm as `checked_group_norm`."""
-    own = [each if each is None else each.contiguous() for each in (weight, bias)]
-    return torch.ops.aten.native_group_norm.default(x.contiguous(), *own, *sizes)
-
-
 _BAG = torch.ops.aten.embedding_bag.default
 CHECKED: Mapping[Any, Callable[..., Any]] = {
     **{getattr(torch.ops.aten, name).input: checked(name) for name in _GATES},
     torch.ops.aten.embedding_bag.padding_idx: checked_embedding_bag,
-    torch.ops.aten.group_norm.default: checked_group_norm,
-    torch.ops.aten.native_group_norm.default: checked_native_group_norm,
 }
 
 
@@ -169,6 +148,8 @@ def call_problem(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, A
             continue
         if argument.name in _STEPS and _STEPPING.search(str(target)) and not _are_steps(value):
             return f"gives {value!r} as {argument.name}, expected numbers up to {_MAX_STEP}"
+        if problem := number_problem(target, argument.name, stated, value):
+            return problem
         kind = _KINDS.get(stated.removeprefix("Optional[").removesuffix("]"))
         if kind is None:
             continue
@@ -189,30 +170,35 @@ def _are_steps(value: object, least: int = -_MAX_STEP) -> bool:
 
 
 def calls(program: torch.export.ExportedProgram) -> list[Node]:
-    """List every call of an operator, those of branches and loops too."""
+    """List every call of an operator or of arithmetic, those of branches and loops too."""
     return [
         node
         for part in program.graph_module.modules()
         if isinstance(part, GraphModule)
         for node in part.graph.nodes
-        if isinstance(node.target, OpOverload)
+        if node.op == "call_function" and not isinstance(node.target, HigherOrderOperator)
     ]
 
 
 def use_checked(program: torch.export.ExportedProgram) -> None:
-    """Replace the operators of `REPLACED` in a program just loaded.
+    """Replace the operators of `REPLACED` in a program just loaded, and guard all others.
 
     Raises:
         ValueError: the program uses what inference does not compute.
     """
-    found = [node for node in calls(program) if str(node.target) in REPLACED]
-    for node in found:
-        if (check := CHECKED.get(node.target)) is not None:
-            node.target = check
-        else:
-            _REPLACEMENTS[node.target](node)
+    for node in calls(program):
+        if replace := _REPLACEMENTS.get(node.target):
+            replace(node)
+    for node in calls(program):
+        target = cast(Any, node.target)
+        if isinstance(target, OpOverload):
+            node.target = guarded(target, CHECKED.get(target, target), node.args, node.kwargs)
+        elif target is not operator.getitem:
+            node.target = numeric(target)
+        elif type(node.args[1]) is not int:
+            raise ValueError(f"it takes the part {node.args[1]} of a result, which is not a number")
     for part in program.graph_module.modules():
-        if found and isinstance(part, GraphModule):
+        if isinstance(part, GraphModule):
             part.recompile()
 
 

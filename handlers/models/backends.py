@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.export.passes import move_to_device_pass
 
 from modelyard.archiver.signature import UNLIMITED, Dim, Size, TensorSpec
 from modelyard.archiver.untrusted.container import OpenFile
 from modelyard.archiver.untrusted.zip import TORCH_RULES, NotAZip, ZipReader, read_names
-from modelyard.handlers.errors import InputMismatch, LoadError
+from modelyard.handlers.errors import InputMismatch, LoadError, UnsafeProgram
 from modelyard.handlers.judge.check import load_program
+from modelyard.handlers.judge.onnx_file import check_onnx
 from modelyard.handlers.limits import sizes_of_dims
 from modelyard.handlers.models.sharing import (
     MIN_FILE_BYTES,
@@ -263,13 +263,10 @@ def load_on(
     trusted: Collection[str] = (),
 ) -> torch.export.ExportedProgram:
     """Load an exported program, with its weights on `device`; errors as `open_pt2`."""
-    program = load_program(path, trusted)
-    values = [*program.state_dict.values(), *program.constants.values()]
-    tensors = [value for value in values if isinstance(value, Tensor)]
+    program = load_program(path, trusted, device)
     if share:
-        map_weights(tensors, path)
-    if any(tensor.device != device for tensor in tensors):
-        program = move_to_device_pass(program, device)
+        values = [*program.state_dict.values(), *program.constants.values()]
+        map_weights([value for value in values if isinstance(value, Tensor)], path)
     return program
 
 
@@ -330,8 +327,14 @@ def open_session(
             and tried, of which onnxruntime maps the weights.
         on_tensorrt: as `open_artifact`'s.
         is_optimized: False runs the operators of the file as they stand.
+
+    Raises:
+        UnsafeProgram: it names other files, or is not what it says.
     """
     import onnxruntime
+
+    if findings := check_onnx(path)[0]:
+        raise UnsafeProgram(path.name, findings, "an ONNX model of ONNX's operators")
 
     def start(file: Path, optimize: bool) -> Any:
         options = _session_options(onnxruntime)
@@ -565,6 +568,8 @@ def _onnx_input(name: str, kind: str, shape: Sequence[int | str | None]) -> Tens
 
 def _session_options(onnxruntime: Any) -> Any:
     options = onnxruntime.SessionOptions()
+    # Else a file that is called .ort would be read as something else than what was judged.
+    options.add_session_config_entry("session.load_model_format", "ONNX")
     options.intra_op_num_threads = torch.get_num_threads()
     options.inter_op_num_threads = 1
     options.log_severity_level = 3  # errors only: probing for devices warns on machines without

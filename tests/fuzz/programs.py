@@ -3,7 +3,7 @@
 import hashlib
 import json
 import random
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from modelyard.handlers.judge.checked import CHECKED, call_problem
+from modelyard.handlers.judge.guard import guarded
 
 CALLS = Path(__file__).with_name("calls.json")
 MAX_STEPS = 4
@@ -66,6 +67,31 @@ def operators(names: Sequence[str]) -> list[Operator]:
     return found
 
 
+def judged(
+    operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any], is_sent: bool
+) -> Callable[..., Any] | None:
+    """Return what a program runs for a call, as `load_program` does; None where it is refused.
+
+    Args:
+        operator: the operator.
+        args: arguments of the call.
+        kwargs: those by name.
+        is_sent: whether numbers come with a request, instead of as constants of the program.
+    """
+    kinds = (Tensor, int, float) if is_sent else (Tensor,)
+    node = torch.fx.Graph().placeholder("x")
+
+    def known(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return [known(each) for each in value]
+        return node if isinstance(value, kinds) and not isinstance(value, bool) else value
+
+    stated = [known(each) for each in args], {name: known(each) for name, each in kwargs.items()}
+    if call_problem(operator.run, *stated):
+        return None
+    return guarded(operator.run, operator.stands_in, *stated)
+
+
 class Program:
     """A few calls, the later ones of what the earlier ones gave; equal for equal seeds.
 
@@ -91,6 +117,8 @@ class Program:
         self.kept: list[Tensor] = []
         self.lacked_memory = False
         """Whether a step failed that another time may not."""
+        self.wrong: list[int] = []
+        """Operators whose answer is known to be another one."""
         self.wants_gradients = self.random.random() < 0.2
 
     def run(self) -> Iterator[tuple[int, str]]:
@@ -107,12 +135,13 @@ class Program:
                 operator = self.allowed[chosen]
                 try:
                     args, kwargs = self._arguments(operator)
-                    if call_problem(operator.run, args, kwargs):
+                    call = judged(operator, args, kwargs, self.random.random() < 0.5)
+                    if call is None:
                         continue
                     if self.show:
                         self.show(f"{operator.name} {args} {kwargs}")
                     self.enter(step, chosen)
-                    results = _tensors(operator.stands_in(*args, **kwargs))
+                    results = _tensors(call(*args, **kwargs))
                     self.leave(chosen)
                     yield chosen, _digest(results)
                 except Exception as error:
@@ -345,5 +374,6 @@ def _digest(results: Sequence[Tensor]) -> str:
             flat = result.detach().resolve_conj().resolve_neg()
             if flat.numel() > LARGEST_KEPT:
                 flat = flat.reshape(-1)[:SEEN_BYTES] if flat.is_contiguous() else flat.flatten()[:1]
-            digest.update(flat.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+            dense = flat.flatten().clone(memory_format=torch.contiguous_format)
+            digest.update(dense.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

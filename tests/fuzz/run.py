@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from tests.fuzz.__main__ import GUARD
-from tests.fuzz.programs import Program, operators
+from tests.fuzz.programs import operators
 
 BATCH = 2000  # programs of one child
 CPU_LIMIT_S = 5  # of one program
@@ -32,7 +32,8 @@ Finding = dict[str, Any]
 class Fuzzer:
     """Runs programs of these operators, and keeps what was found."""
 
-    def __init__(self, names: Sequence[str], file: Path | None = None) -> None:
+    def __init__(self, names: Sequence[str], make: Any, file: Path | None = None) -> None:
+        self.make = make
         self.allowed = operators(names)
         self.file = file
         self.findings: list[Finding] = []
@@ -115,8 +116,9 @@ class Fuzzer:
         except BlockingIOError:
             return
         for line in data.decode().splitlines():
-            seed, index = map(int, line.split())
-            self._keep({"kind": "unwritten", "operator": self._name(index), "seed": seed}, index)
+            kind, *numbers = line.split()
+            seed, index = map(int, numbers)
+            self._keep({"kind": kind, "operator": self._name(index), "seed": seed}, index)
 
     # -- inside a child ----------------------------------------------------------------------------
 
@@ -144,13 +146,17 @@ class Fuzzer:
             signal.setitimer(signal.ITIMER_PROF, CPU_LIMIT_S)
             if self._lay_out:
                 self._lay_out(seed & 1, fill)
-            program = Program(seed, self.allowed, self._enter, self._leave, left_out=self.left_out)
+            program = self.make(
+                seed, self.allowed, self._enter, self._leave, left_out=self.left_out
+            )
             runs.append(list(program.run()))
             if program.lacked_memory:
                 return
         differing = [one[0] for one, other in zip(*runs, strict=False) if one != other]
         if differing:
-            os.write(self._found_write, f"{seed} {differing[0]}\n".encode())
+            os.write(self._found_write, f"unwritten {seed} {differing[0]}\n".encode())
+        for each in program.wrong[:1]:
+            os.write(self._found_write, f"wrong {seed} {each}\n".encode())
 
     def _enter(self, step: int, operator: int) -> None:
         self.state[_STEP], self.state[_OPERATOR] = step, operator
@@ -173,7 +179,7 @@ def _layout_of(library: str) -> Callable[[int, int], None]:
     return ctypes.CDLL(library).guard_layout
 
 
-def replay(names: Sequence[str], seed: int) -> int:
+def replay(names: Sequence[str], make: Any, seed: int) -> int:
     """Show a program and run it, twice as in a child."""
     torch.set_num_threads(1)
     bound_memory()
@@ -182,7 +188,7 @@ def replay(names: Sequence[str], seed: int) -> int:
     for fill in FILLS:
         if guard:
             _layout_of(guard)(seed & 1, fill)
-        program = Program(seed, operators(names), show=_show)
+        program = make(seed, operators(names), show=_show)
         for index, digest in program.run():
             _show(f"  {index} {digest}")
     return 0

@@ -1,4 +1,4 @@
-"""ONNX files that made onnxruntime read what is not theirs, or crash, before 1.27.
+"""ONNX files that made onnxruntime read what is not theirs, or crash, before 1.29.
 
 Each breaks what its operator takes for granted: an index, a length or a number of heads that does
 not fit the tensors beside it, or weights in a file that is none of the archive's. A runtime that is
@@ -29,6 +29,10 @@ def _zeros(*shape: int) -> Any:
 
 def _whole(*values: int) -> Any:
     return np.array(values, np.int64)
+
+
+def _real(*values: float) -> Any:
+    return np.array(values, np.float32)
 
 
 def _short(*values: int) -> Any:
@@ -143,6 +147,165 @@ def _cases() -> dict[str, _Case]:
     }
 
 
+def _more_cases() -> dict[str, _Case]:
+    """Return further files, as `_cases`: a runtime refuses them, or what they give is harmless."""
+    ml, ms = "ai.onnx.ml", "com.microsoft"
+    image, cube = [1, 1, 8, 8], [1, 4, 16]
+    huge, wide = _whole(1 << 62), _whole(1 << 40, 1 << 40)
+    box = np.array([[[0, 0, np.nan, np.inf]]], np.float32)
+    lstm = {"w": _zeros(1, 32, 16), "r": _zeros(1, 32, 8)}
+    trees = {
+        "nodes_treeids": [0, 0, 0],
+        "nodes_nodeids": [0, 1, 2],
+        "nodes_featureids": [FAR, 0, 0],
+        "nodes_values": [0.5, 0.0, 0.0],
+        "nodes_modes": ["BRANCH_LEQ", "LEAF", "LEAF"],
+        "nodes_truenodeids": [FAR, 0, 0],
+        "nodes_falsenodeids": [0, 0, 0],
+        "class_treeids": [0, 0],
+        "class_nodeids": [1, 2],
+        "class_ids": [FAR, -FAR],
+        "class_weights": [1.0, 2.0],
+        "classlabels_int64s": [0, 1],
+    }
+    vectors = {
+        "coefficients": [1.0],
+        "support_vectors": [1.0],
+        "n_supports": FAR,
+        "rho": [0.0],
+        "kernel_type": "LINEAR",
+    }
+    packed = {"K": 64, "N": 16, "bits": 4, "block_size": 32}
+    heads = {"num_heads": 2, "kv_num_heads": 2}
+    sparse = {"num_heads": 2, "kv_num_heads": 2, "scale": 1.0, "sparse_block_size": 16}
+    ids = {"words": np.full((1, 4), FAR, np.int32), "segments": np.full((1, 4), FAR, np.int32)}
+    words = {"we": _zeros(2, 16), "pe": _zeros(2, 16), "se": _zeros(2, 16)}
+    return {
+        "machine": (ml, "SVMRegressor", vectors, ROW, {}),
+        "tree-classes": (ml, "TreeEnsembleClassifier", trees, ROW, {}),
+        "scaler": (ml, "Scaler", {"offset": [1.0] * 3, "scale": [1.0] * 3}, ROW, {}),
+        "imputer": (ml, "Imputer", {"imputed_value_floats": [0.0] * 5}, ROW, {}),
+        "features": (ml, "ArrayFeatureExtractor", {}, ROW, {"at": _whole(-FAR, FAR)}),
+        "categories": (ml, "OneHotEncoder", {"cats_int64s": [0], "zeros": 1}, ROW, {}),
+        "boxes": (
+            *("", "NonMaxSuppression", {}, [1, 1, 64]),
+            {"b": box, "most": huge, "iou": np.array([np.nan], np.float32)},
+        ),
+        "region-size": (
+            *("", "RoiAlign", {"output_height": 1 << 20, "output_width": 1 << 20}, image),
+            {"boxes": box[0], "which": _whole(0)},
+        ),
+        "region-nan": (
+            *("", "RoiAlign", {"output_height": 4, "output_width": 4}, image),
+            {"boxes": box[0], "which": _whole(0)},
+        ),
+        "region-count": (
+            *("", "RoiAlign", {"output_height": 4, "output_width": 4}, image),
+            {"boxes": _zeros(1, 4), "which": _whole(*[0] * 9)},
+        ),
+        "crop-nan": (
+            *(ms, "CropAndResize", {}, image),
+            {"boxes": box[0], "which": _short(0), "size": _short(1 << 30, 1 << 30)},
+        ),
+        "sequence": (
+            *("", "LSTM", {"hidden_size": 8}, cube),
+            {**lstm, "": None, "lengths": np.full(4, FAR, np.int32)},
+        ),
+        "sequence-before": (
+            *("", "LSTM", {"hidden_size": 8}, cube),
+            {**lstm, "": None, "lengths": np.full(4, -FAR, np.int32)},
+        ),
+        "hidden": ("", "LSTM", {"hidden_size": 1000}, cube, lstm),
+        "gates": (
+            "",
+            "GRU",
+            {"hidden_size": 8},
+            cube,
+            {"w": _zeros(1, 8, 16), "r": _zeros(1, 8, 8)},
+        ),
+        "unpool-size": (
+            *("", "MaxUnpool", {"kernel_shape": [2, 2], "strides": [2, 2]}, image),
+            {"places": np.zeros((1, 1, 8, 8), np.int64), "size": _whole(1, 1, 1, 1)},
+        ),
+        "unpool-before": (
+            *("", "MaxUnpool", {"kernel_shape": [2, 2]}, image),
+            {"places": np.full((1, 1, 8, 8), -FAR, np.int64)},
+        ),
+        "bits": (ms, "MatMulNBits", packed, ROW, {"B": np.zeros(9, np.uint8), "s": _zeros(1)}),
+        "bits-zero": (
+            *(ms, "MatMulNBits", packed, ROW),
+            {"B": np.zeros((16, 2, 16), np.uint8), "s": _zeros(32), "z": np.zeros(1, np.uint8)},
+        ),
+        "attention-total-far": (
+            *(ms, "GroupQueryAttention", heads, [1, 4, 16]),
+            {
+                **{"k=x": None, "v=x": None, "pk": _zeros(1, 2, 8, 8), "pv": _zeros(1, 2, 8, 8)},
+                **{"length": _short(3), "total": _short(1 << 30)},
+            },
+        ),
+        "sparse-attention": (
+            *(ms, "SparseAttention", sparse, [1, 4, 16]),
+            {
+                **{"k=x": None, "v=x": None, "pk": _zeros(1, 2, 16, 8), "pv": _zeros(1, 2, 16, 8)},
+                **{
+                    "rows": np.full((1, 2), FAR, np.int32),
+                    "columns": np.full((1, 1), FAR, np.int32),
+                },
+                **{"total": _short(16), "lengths": _short(FAR)},
+            },
+        ),
+        "many-heads": (
+            *(ms, "MultiHeadAttention", {"num_heads": 1 << 20}, [1, 4, 16]),
+            {"k=x": None, "v=x": None},
+        ),
+        "words": (
+            *(ms, "EmbedLayerNormalization", {}, ROW),
+            {**ids, **words, "gamma": _zeros(16), "beta": _zeros(16)},
+        ),
+        "short-norm": (
+            *(ms, "SkipLayerNormalization", {}, [1, 4, 16]),
+            {"y=x": None, "gamma": _zeros(1), "beta": _zeros(1)},
+        ),
+        "short-bias": (ms, "BiasGelu", {}, ROW, {"bias": _zeros(3)}),
+        "repeats": (
+            *(ms, "NGramRepeatBlock", {"ngram_size": 1}, ROW),
+            {"scores": _zeros(1, 64)},
+        ),
+        "gather": ("", "Gather", {}, ROW, {"at": _whole(FAR)}),
+        "gather-nd": ("", "GatherND", {}, ROW, {"at": np.array([[0, -FAR]])}),
+        "scatter": ("", "ScatterElements", {}, ROW, {"at": np.array([[FAR]]), "u": _zeros(1, 1)}),
+        "scatter-nd": ("", "ScatterND", {}, ROW, {"at": np.array([[0, FAR]]), "u": _zeros(1)}),
+        "tile": ("", "Tile", {}, ROW, {"times": wide}),
+        "expand": ("", "Expand", {}, ROW, {"size": _whole(1 << 40, 64)}),
+        "pad": ("", "Pad", {}, ROW, {"pads": _whole(0, 0, 0, 1 << 62)}),
+        "pad-before": ("", "Pad", {}, ROW, {"pads": _whole(0, -FAR, 0, FAR)}),
+        "resize": (
+            "",
+            "Resize",
+            {},
+            image,
+            {"": None, "s": np.array([1, 1, 1e-38, 1e38], np.float32)},
+        ),
+        "resize-nan": (
+            "",
+            "Resize",
+            {},
+            image,
+            {"": None, "s": np.array([1, 1, np.nan, 2], np.float32)},
+        ),
+        "slice": ("", "Slice", {}, ROW, {"a": _whole(-(1 << 63)), "b": huge, "c": _whole(FAR)}),
+        "top": ("", "TopK", {}, ROW, {"k": huge}),
+        "sum-along": ("", "CumSum", {}, ROW, {"axis": np.int64(FAR)}),
+        "blocks": ("", "DepthToSpace", {"blocksize": 0}, image, {}),
+        "dilated": ("", "MaxPool", {"kernel_shape": [2, 2], "dilations": [1 << 40] * 2}, image, {}),
+        "turned-convolution": (
+            *("", "ConvTranspose", {"pads": [-FAR] * 4, "output_padding": [FAR, FAR]}, image),
+            {"w": _zeros(1, 1, 3, 3)},
+        ),
+        "sampled": ("", "GridSample", {}, image, {"at": np.full((1, 2, 2, 2), np.nan, np.float32)}),
+    }
+
+
 def _write(file: Path, case: _Case) -> None:
     domain, operator, attributes, shape, further = case
     # The type that the operator takes, from what every request sends: a row of 64 numbers.
@@ -210,8 +373,52 @@ def write_all(folder: Path) -> Iterator[str]:
         yield name
 
 
+def write_more(folder: Path) -> Iterator[str]:
+    """Write the files that a runtime may run, if it does no harm, into `folder`/models."""
+    (folder / "models").mkdir(exist_ok=True)
+    for name, case in _more_cases().items():
+        _write(folder / "models" / f"{name}.onnx", case)
+        yield name
+    size = helper.make_node("ConstantOfShape", ["size"], ["y"])
+    _save(folder / "models" / "terabytes.onnx", [size], {"size": _whole(1 << 21, 1 << 21)})
+    yield "terabytes"
+    count = helper.make_node("Range", ["a", "b", "c"], ["y"])
+    ends = {"a": np.float32(0), "b": np.float32(1e30), "c": np.float32(1e-30)}
+    _save(folder / "models" / "range.onnx", [count], ends)
+    yield "range"
+    for name, value in {"loop": 1 << 62, "loop-before": -(1 << 62)}.items():
+        _save(
+            folder / "models" / f"{name}.onnx",
+            _loop(),
+            {"n": np.int64(value), "go": np.array(False)},
+        )
+        yield name
+
+
+def _loop() -> list[Any]:
+    """Return a loop that ends where its condition is looked at."""
+    flag, whole = TensorProto.BOOL, TensorProto.INT64
+    body = helper.make_graph(
+        [
+            helper.make_node("Identity", ["on"], ["on_"]),
+            helper.make_node("Identity", ["state"], ["state_"]),
+        ],
+        "body",
+        [
+            helper.make_tensor_value_info("i", whole, []),
+            helper.make_tensor_value_info("on", flag, []),
+            helper.make_tensor_value_info("state", TensorProto.FLOAT, None),
+        ],
+        [
+            helper.make_tensor_value_info("on_", flag, []),
+            helper.make_tensor_value_info("state_", TensorProto.FLOAT, None),
+        ],
+    )
+    return [helper.make_node("Loop", ["n", "go", "row"], ["y"], body=body)]
+
+
 TRY_ALL = """
-import json, os, sys
+import json, os, resource, sys
 import numpy, onnxruntime
 onnxruntime.set_default_logger_severity(4)
 
@@ -232,6 +439,7 @@ for name in sys.argv[1:]:
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
+        resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
         os.write(write, outcome(f"models/{name}.onnx").encode()[:4000])
         os._exit(0)
     os.close(write)
