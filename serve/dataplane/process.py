@@ -25,10 +25,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from modelyard.base.exits import describe_exit
-from modelyard.serve.walls.kernel import PR_SET_CHILD_SUBREAPER, prctl
+from modelyard.serve.dataplane import wire
+from modelyard.serve.walls.kernel import PR_SET_CHILD_SUBREAPER, children, prctl
 
 logger = logging.getLogger(__name__)
 
@@ -45,16 +44,18 @@ class ChildProcess:
     Args:
         pid: id of a child that nobody else waits for.
         niceness: 0 to 19, the higher the sooner other processes go first.
+        end: signal that ends it and whatever it started; with another than SIGKILL it does that.
 
     Raises:
         OSError: it cannot be watched, and was ended.
     """
 
-    def __init__(self, pid: int, niceness: int = 0) -> None:
+    def __init__(self, pid: int, niceness: int = 0, end: int = signal.SIGKILL) -> None:
         self._loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[int] = self._loop.create_future()
         """Its exit code, negative for a signal, once it has been reaped."""
         self.pid = pid
+        self._end = end
         self.exit_code: int | None = None
         """The exit code, negative for a signal; None while it runs."""
         try:
@@ -76,8 +77,9 @@ class ChildProcess:
     def kill(self) -> None:
         """End the process and whatever it started, at once."""
         if self.exit_code is None:
-            self._kill_group()
-            os.kill(self.pid, signal.SIGKILL)  # one that was just forked leads no group yet
+            if self._end == signal.SIGKILL:
+                self._kill_group()
+            os.kill(self.pid, self._end)  # one that was just forked leads no group yet
 
     async def end(self, grace_s: float) -> None:
         """Wait until the process has ended by itself; kill it when the time is over."""
@@ -111,6 +113,7 @@ def spawn(
     stderr: int,
     pass_fds: Sequence[int] = (),
     niceness: int = 0,
+    end: int = signal.SIGKILL,
 ) -> ChildProcess:
     """Start a program as a child of this process.
 
@@ -119,7 +122,7 @@ def spawn(
         environment: all of its variables.
         stdout, stderr: descriptors; the caller closes its own copies.
         pass_fds: further descriptors that the process keeps.
-        niceness: niceness as a `ChildProcess` takes it.
+        niceness, end: niceness and end as a `ChildProcess` takes them.
 
     Raises:
         OSError: it cannot be started.
@@ -134,13 +137,13 @@ def spawn(
         start_new_session=True,
     )
     started.returncode = 0  # it is not for this object to wait for the process
-    return ChildProcess(started.pid, niceness)
+    return ChildProcess(started.pid, niceness, end)
 
 
 class Orphans:
-    """Ends what outlives the worker that started it, in whatever session it is.
+    """Ends what outlives all that should have ended it: a worker's reaper, if somebody killed it.
 
-    A worker inherits what its own children leave behind, and this process what workers do.
+    This process inherits what that one had below it.
 
     Raises:
         OSError: the kernel has no such thing.
@@ -148,6 +151,8 @@ class Orphans:
 
     SWEEP_EVERY_S = 1.0
     """Time between two looks for orphans; at a worker's end they are looked for without waiting."""
+    ROUND_S = 0.001
+    """The same while there are some."""
     LAST_LOOKS = 100
 
     def __init__(self) -> None:
@@ -157,8 +162,8 @@ class Orphans:
         self._sweep()
 
     def _sweep(self) -> None:
-        end_orphans()
-        self._timer = asyncio.get_running_loop().call_later(self.SWEEP_EVERY_S, self._sweep)
+        pause_s = self.ROUND_S if end_orphans() else self.SWEEP_EVERY_S
+        self._timer = asyncio.get_running_loop().call_later(pause_s, self._sweep)
 
     async def stop(self) -> None:
         """Look for the last time, and for what those have started that are found."""
@@ -181,21 +186,13 @@ def end_orphans() -> int:
     if _expected or not _adopts:
         return 0
     count = 0
-    for pid in _children():
+    for pid in children():
         with contextlib.suppress(ProcessLookupError, ChildProcessError):
             if pid not in _watched and os.getpgid(pid) != os.getpgrp():
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, os.WNOHANG)
                 count += 1
     return count
-
-
-def _children() -> list[int]:
-    """Return the process ids of the children of this thread, to which all that is adopted comes."""
-    try:
-        return [int(pid) for pid in Path("/proc/thread-self/children").read_text().split()]
-    except FileNotFoundError:  # the kernel was built without
-        return [child.pid for child in psutil.Process().children()]
 
 
 def expect(count: int) -> None:
@@ -326,8 +323,7 @@ class ForkServer:
         with theirs:
             try:
                 self._process = spawn(
-                    [sys.executable, "-P", "-m", "modelyard.serve.worker", "--fork-server",
-                     str(theirs.fileno())],
+                    [*worker_command(), "--fork-server", str(theirs.fileno())],
                     self._environment,
                     stdout=2,  # the server's own log
                     stderr=2,
@@ -361,7 +357,7 @@ class ForkServer:
             logger.info("a worker is started afresh: %s", message["refused"])
         else:
             try:
-                process = ChildProcess(pid, niceness)
+                process = ChildProcess(pid, niceness, wire.END)
             except OSError as error:
                 logger.warning("a forked worker cannot be watched: %s", error)
         if not reply.done():
@@ -418,13 +414,20 @@ async def start_process(
             return forked
     connection, stdout, stderr = descriptors
     return spawn(
-        [sys.executable, "-P", "-m", "modelyard.serve.worker", str(connection)],
+        [*worker_command(), str(connection)],
         environment,
         stdout=stdout,
         stderr=stderr,
         pass_fds=[connection],
         niceness=niceness,
+        end=wire.END,
     )
+
+
+def worker_command() -> list[str]:
+    """Return what starts our worker module, as a child of this process and of no other."""
+    module = "modelyard.serve.worker"
+    return [sys.executable, "-P", "-m", module, "--parent", str(os.getpid())]
 
 
 def _send(control: socket.socket, request: Any, descriptors: Sequence[int]) -> None:

@@ -30,6 +30,7 @@ from modelyard.serve.dataplane.log_file import LogFile, Pipe
 from modelyard.serve.dataplane.process import ChildProcess, ForkServer, Preload, start_process
 from modelyard.serve.dataplane.tracing import Batch
 from modelyard.serve.dataplane.wire import Buffer
+from modelyard.serve.walls.kernel import children
 
 if TYPE_CHECKING:
     from modelyard.serve.dataplane.pool import Pool
@@ -203,6 +204,8 @@ class Worker(asyncio.BufferedProtocol):
         self._is_in_room = False
         self._transport: asyncio.Transport | None = None
         self._process: ChildProcess | None = None
+        """What the server knows of it: the reaper of the process that runs the handler."""
+        self._pid = 0
         self._output: Output | None = None
         self._has_exited = False
         self._next_id = 0
@@ -288,8 +291,8 @@ class Worker(asyncio.BufferedProtocol):
 
     @property
     def pid(self) -> int:
-        """Process id; -1 before the start."""
-        return self._process.pid if self._process else -1
+        """Process id of what runs the handler, once that is loaded; -1 before the start."""
+        return self._pid or (self._process.pid if self._process else -1)
 
     def condemn(self) -> None:
         """Kill a process that hangs, talks nonsense or works for nobody; it did not lack memory."""
@@ -420,6 +423,9 @@ class Worker(asyncio.BufferedProtocol):
         elif self.loaded.done():
             raise wire.WireError(f"control message {item.code} from a worker that is loaded")
         elif item.code == wire.READY and message.get("protocol") == wire.PROTOCOL:
+            assert self._process is not None
+            if (pid := message.get("pid")) in children(self._process.pid):
+                self._pid = pid
             self.is_ready = True
             self.loaded.set_result(message)
         elif item.code == wire.FAILED:
