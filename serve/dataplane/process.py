@@ -19,6 +19,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -35,7 +36,6 @@ _watched: set[int] = set()
 """Process ids that a `ChildProcess` waits for."""
 _expected = 0
 """Children that somebody else forks for this process, and that it does not know yet."""
-_adopts = False
 
 
 class ChildProcess:
@@ -71,8 +71,9 @@ class ChildProcess:
 
     @property
     def how_it_ended(self) -> str:
-        """Its exit code or signal, for people."""
-        return "no exit code" if self.exit_code is None else describe_exit(self.exit_code)
+        """How it ended, for people."""
+        how = "" if self.exit_code is None else f" with {describe_exit(self.exit_code)}"
+        return f"ended{how}".replace("with signal", "by")
 
     def kill(self) -> None:
         """End the process and whatever it started, at once."""
@@ -97,7 +98,6 @@ class ChildProcess:
         self._kill_group()
         self.exit_code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         _watched.discard(self.pid)
-        end_orphans()
         self.ended.set_result(self.exit_code)
 
     def _kill_group(self) -> None:
@@ -140,38 +140,30 @@ def spawn(
     return ChildProcess(started.pid, niceness, end)
 
 
-class Orphans:
-    """Ends what outlives all that should have ended it: a worker's reaper, if somebody killed it.
+SWEEP_EVERY_S = 1.0
+"""Time between two looks for orphans."""
+ROUND_S = 0.001
+"""The same while there are some."""
+LAST_LOOKS = 1000
 
-    This process inherits what that one had below it.
+
+async def adopt_orphans() -> None:
+    """End what outlives all that should have ended it, until this is cancelled, which looks again.
+
+    A worker's reaper may have been killed: this process inherits what that one had below it.
 
     Raises:
         OSError: the kernel has no such thing.
     """
-
-    SWEEP_EVERY_S = 1.0
-    """Time between two looks for orphans; at a worker's end they are looked for without waiting."""
-    ROUND_S = 0.001
-    """The same while there are some."""
-    LAST_LOOKS = 100
-
-    def __init__(self) -> None:
-        global _adopts
-        prctl(PR_SET_CHILD_SUBREAPER, 1)
-        _adopts = True
-        self._sweep()
-
-    def _sweep(self) -> None:
-        pause_s = self.ROUND_S if end_orphans() else self.SWEEP_EVERY_S
-        self._timer = asyncio.get_running_loop().call_later(pause_s, self._sweep)
-
-    async def stop(self) -> None:
-        """Look for the last time, and for what those have started that are found."""
-        self._timer.cancel()
-        for _ in range(self.LAST_LOOKS):
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        while True:
+            await asyncio.sleep(ROUND_S if end_orphans() else SWEEP_EVERY_S)
+    finally:
+        for _ in range(LAST_LOOKS):
             if not end_orphans():
                 break
-            await asyncio.sleep(0.01)
+            time.sleep(ROUND_S)
 
 
 def end_orphans() -> int:
@@ -183,11 +175,11 @@ def end_orphans() -> int:
     Returns:
         How many there were.
     """
-    if _expected or not _adopts:
+    if _expected:
         return 0
     count = 0
     for pid in children():
-        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+        with contextlib.suppress(ProcessLookupError, ChildProcessError, PermissionError):
             if pid not in _watched and os.getpgid(pid) != os.getpgrp():
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, os.WNOHANG)
@@ -294,11 +286,16 @@ class ForkServer:
                 self._lose(f"no answer for {REPLY_S:g} s")
             return None
 
-    def prepare(self, modules: tuple[str, ...]) -> None:
-        """Have it import ahead what a worker to come will need, if it runs; nobody waits."""
-        if self._control is not None:
-            with contextlib.suppress(OSError):  # the next request finds out, and says so
-                _send(self._control, asdict(Preload(modules, ())), ())
+    def prepare(self, modules: tuple[str, ...], starts: bool = False) -> None:
+        """Have it import ahead what a worker to come will need; nobody waits.
+
+        Args:
+            modules: modules as of a `Preload`.
+            starts: whether it is started for that.
+        """
+        with contextlib.suppress(OSError):  # the next request finds out, and says so
+            if control := self._control or (self._start() if starts else None):
+                _send(control, asdict(Preload(modules, ())), ())
 
     async def stop(self) -> None:
         """End it; the workers that it has forked go on."""

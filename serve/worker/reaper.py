@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import signal
 from typing import NoReturn
 
@@ -22,7 +21,7 @@ from modelyard.serve.walls.raising import die_with_parent
 MOST_AT_ONCE = 1000
 """Processes that are taken before it looks for what it is asked."""
 ROUND_S = 0.001
-_LONG_S = 3600.0
+"""Longest time from one round of kills to the next."""
 
 
 def fork_worker() -> None:
@@ -43,6 +42,7 @@ def fork_worker() -> None:
 def _reap(worker: int) -> NoReturn:
     """Take what ends; end when nothing is left, as the worker did."""
     os.closerange(0, 1 << 16)  # whoever has the other ends waits for the worker's
+    kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # it may end as the worker did
     status, is_wanted = 0, True
     with contextlib.suppress(ChildProcessError):  # there is nothing left
         while True:
@@ -56,14 +56,10 @@ def _reap(worker: int) -> NoReturn:
                 for child in reversed(kernel.children()):  # the newest live longest
                     with contextlib.suppress(PermissionError):  # without walls, it may be root's
                         os.kill(child, signal.SIGKILL)
-            rest_s = 0 if pid else _LONG_S if is_wanted else ROUND_S
+            rest_s = 0 if pid else 3600 if is_wanted else ROUND_S
             came = signal.sigtimedwait((signal.SIGCHLD, wire.END), rest_s)
             is_wanted = is_wanted and (came is None or came.si_signo != wire.END)
-    exit_code = os.waitstatus_to_exitcode(status)
-    if exit_code < 0:
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        with contextlib.suppress(OSError):  # SIGKILL has no other
-            signal.signal(-exit_code, signal.SIG_DFL)
+    if (exit_code := os.waitstatus_to_exitcode(status)) < 0:
         os.kill(os.getpid(), -exit_code)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (-exit_code,))
     os._exit(exit_code)
