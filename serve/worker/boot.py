@@ -147,7 +147,7 @@ def check_archive(task_fd: int, result_fd: int) -> int:
     with os.fdopen(task_fd, "rb") as file:
         task = json.load(file)
     folder = Path(task["load"]["folder"])
-    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    fork_worker()
     try:
         if walls := task["walls"]:
             raise_walls(Walls.of_message(walls))
