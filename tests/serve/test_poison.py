@@ -83,6 +83,19 @@ def test_who_was_in_its_batch_is_not_refused(
     assert [said(server, "poisoned", body)[0] for body in ("1", "2", "signal 6")] == [200, 200, 400]
 
 
+def test_without_retry_nobody_is_blamed_for_his_mates(
+    server: LiveServer, threads: ThreadPoolExecutor, notes: Path
+) -> None:
+    for gate in (notes / "first", notes / "second"):
+        poll(lambda: server.worker_pids("unretried"), "a worker is ready")
+        (first,) = hold(server, threads, "unretried", f"until {gate}")
+        batch = hold(server, threads, "unretried", "mate", f"signal {signal.SIGABRT:d}")
+        gate.touch()
+        assert first.result().is_success
+        assert {answer.result().status_code for answer in batch} == {500}
+    assert said(server, "unretried", "mate")[0] == 200
+
+
 def test_without_retry_it_takes_two_of_them(server: LiveServer) -> None:
     assert said(server, "unretried", SEGFAULT) == (500, BY_SIGSEGV)
     assert said(server, "unretried", SEGFAULT) == (500, BY_SIGSEGV)
