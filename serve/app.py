@@ -86,6 +86,7 @@ def create_server(settings: Settings, access: AccessLog | None = None) -> Server
     policy, metrics, registry, state = Policy(settings), Metrics(), Registry(), ServerState()
     budget = answer_budget(settings, policy)
     lifecycle = Lifecycle(policy, registry, metrics, budget)
+    lifecycle.foresee()
     repository = Repository(lifecycle, settings.allow_load)
     grants = known_tokens(settings, make_keys(policy.state.key_file))
     is_open, is_never = not settings.asks_for_tokens, settings.auth == "never"

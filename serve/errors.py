@@ -3,6 +3,7 @@
     ServeError
     ├── BadRequest            a parameter or body is wrong
     │   ├── BadModelConfig    model-config.yaml is wrong
+    │   ├── PoisonRequest     the same request has just ended two workers
     │   └── RequirementsFailed  what an archive requires could not be installed
     ├── NoSuchRoute
     ├── MethodNotAllowed
@@ -68,6 +69,10 @@ class BadRequest(ServeError):
 
 class BadModelConfig(BadRequest):
     """The archive's model-config.yaml is wrong; the message names the key."""
+
+
+class PoisonRequest(BadRequest):
+    """The same request has just ended two workers; the message says how, and what follows."""
 
 
 class RequirementsFailed(BadRequest):
@@ -250,7 +255,10 @@ class DeadlinePassed(ServeError):
 
 
 class WorkerDied(ServeError):
-    """A worker died while it held the request, and the request may not be tried again."""
+    """A worker died while it held the request, and the request may not be tried again.
+
+    Clients of old compare the text.
+    """
 
     text = "Worker died."
 

@@ -19,7 +19,8 @@ from typing import Any
 
 from modelyard.base.threads import thread_environment
 from modelyard.serve.control.sandbox import Sandbox, check_machine, own_variables
-from modelyard.serve.dataplane.process import Orphans, spawn
+from modelyard.serve.dataplane import wire
+from modelyard.serve.dataplane.process import spawn, worker_command
 from modelyard.serve.errors import ServeError
 from modelyard.serve.settings import Settings, load_settings
 from modelyard.serve.walls.environment import PASSED, choose_variables
@@ -71,19 +72,16 @@ async def _run(task: dict[str, Any], settings: Settings, result: int) -> int:
     file = os.memfd_create("task")
     os.write(file, json.dumps(task).encode())
     os.lseek(file, 0, os.SEEK_SET)
-    orphans = Orphans()
-    command = [sys.executable, "-P", "-m", "modelyard.serve.worker", "--check"]
     worker = spawn(
-        [*command, str(file), str(result)],
+        [*worker_command(), "--check", str(file), str(result)],
         environment,
         stdout=sys.stdout.fileno(),
         stderr=sys.stderr.fileno(),
         pass_fds=(file, result),
+        end=wire.END,
     )
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, worker.kill)
-    code = await worker.ended
-    await orphans.stop()
-    return code
+    return await worker.ended
 
 
 if __name__ == "__main__":

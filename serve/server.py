@@ -24,7 +24,7 @@ from modelyard.serve.control.register import restore
 from modelyard.serve.control.reload import Reloader
 from modelyard.serve.control.sandbox import check_machine
 from modelyard.serve.control.state import StateDir, write_json
-from modelyard.serve.dataplane.process import Orphans
+from modelyard.serve.dataplane.process import adopt_orphans
 from modelyard.serve.errors import ServeError, StartError
 from modelyard.serve.http.access import AccessLog
 from modelyard.serve.log import log_to_file
@@ -84,7 +84,7 @@ async def _serve(settings: Settings, state: StateDir, report: Report, create: Cr
     state.unpacked.mkdir(mode=0o700)
     measures = check_machine(settings)
     server = create(settings)
-    orphans, closing = Orphans(), list[asyncio.Task[None]]()
+    orphans, closing = asyncio.create_task(adopt_orphans()), list[asyncio.Task[None]]()
     stop = StopSignals()
     about = _describe(server, state, settings)
     walls = {each.name: {"status": each.status, "found": each.found} for each in measures}
@@ -129,7 +129,7 @@ async def _serve(settings: Settings, state: StateDir, report: Report, create: Cr
         await _drain(server, settings, stop.second, closing)
     finally:
         await _end(server, state, closing)
-        await orphans.stop()
+        orphans.cancel()  # which looks for the last time
 
 
 async def _load(server: Server, stop: StopSignals, report: Report) -> list[str]:

@@ -253,6 +253,8 @@ def form_error(error: Exception, id: str) -> Answer:
 
 def text_of(error: Exception) -> str:
     """Return what a client reads of an error; of one that nobody declared, its class only."""
+    if isinstance(error, errors.WorkerDied):
+        return errors.WorkerDied.text
     declared = isinstance(error, (errors.ServeError, ArchiveError))
     return str(error) if declared else f"internal error ({type(error).__name__})"
 

@@ -163,6 +163,15 @@ class Lifecycle:
             logger.warning("%s", model.warning)
         return model
 
+    def foresee(self) -> None:
+        """Have imported what the models of this start were forked with when they were served last.
+
+        It takes as long as all else that a start does, and goes on beside it.
+        """
+        modules = {n for spec in self.policy.models_at_start(is_trial=True) for n in spec.imports}
+        if modules and self._builder.fork_server is not None:
+            self._builder.fork_server.prepare(tuple(modules), starts=True)
+
     def prepare_explainers(self) -> None:
         """Import ahead, once a start is over, what the first explanations will need."""
         for model in self.registry:

@@ -76,6 +76,7 @@ def write_models(state: StateDir, registry: Registry) -> None:
             "digest": model.digest,
             "workers": model.pool.least,
             "default": registry.is_default(model),
+            "imports": preload.modules if (preload := model.pool.plan.preload) else (),
         }
         for model in registry
         if model.is_saved
@@ -113,6 +114,8 @@ def _is_entry(entry: Any) -> bool:
         and isinstance(entry.get("file"), str)
         and isinstance(entry.get("name"), str | None)
         and isinstance(entry.get("digest"), str | None)
+        and isinstance(imports := entry.get("imports", []), list)
+        and all(isinstance(each, str) for each in imports)
         and isinstance(workers := entry.get("workers"), int | None)
         and 0 <= (workers or 0) <= MOST_WORKERS
     )
@@ -126,4 +129,5 @@ def _parse(entry: dict[str, Any]) -> ModelSpec:
         entry.get("workers"),
         is_default=is_default,
         digest=entry.get("digest"),
+        imports=tuple(entry.get("imports", ())),
     )

@@ -176,7 +176,11 @@ class Batcher:
         return max(1, self._engine.ready_count) / job_s if job_s else math.inf
 
     def put(self, job: Call) -> None:
-        """Queue a job that `check` let pass just now."""
+        """Queue a job that `check` let pass just now, unless it is known to end workers."""
+        if (poison := self._engine.poison) and (error := poison.refusal(job)) is not None:
+            self._metrics.refused_poison.inc()
+            job.fail(error)
+            return
         self._queue.append(job)
         self.wake()
 

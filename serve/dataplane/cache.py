@@ -184,7 +184,7 @@ class VersionAnswers:
             counted[BYPASS] += 1
             call.sink = _Flight(self, None, call, lookup, BYPASS)
             return False
-        key = self._key(call)
+        key = digest_of(call, self._left_out, self._is_ours)
         if not lookup.looks:
             counted[BYPASS] += 1
             call.sink = _Flight(self, key, call, lookup, BYPASS)
@@ -218,20 +218,26 @@ class VersionAnswers:
         if self._flights.get(key) is flight:
             del self._flights[key]
 
-    def _key(self, call: Call) -> bytes:
-        """Return a digest of what a call asks; nobody can make two requests that have the same."""
-        rest, query, _, *spelled = wire.unpack_meta(call.head)
-        said = [rest, query]
-        for name, value in zip(spelled[::2], spelled[1::2], strict=True):
-            lower = name.lower()
-            if lower in OUR_HEADERS if self._is_ours else lower not in self._left_out:
-                # A handler of another's finds a header as the client spelled it.
-                said += (lower if self._is_ours else name, value)
-        digest = hashlib.sha256(b"%d %d %d " % (call.kind, call.flags, len(said)))
-        digest.update(b"".join(b"%d:%b" % (len(each), each) for each in said))
-        for part in call.parts:
-            digest.update(part)
-        return digest.digest()
+
+def digest_of(call: Call, left_out: Collection[bytes], is_ours: bool = False) -> bytes:
+    """Return a digest of what a call asks; nobody can make two requests that have the same.
+
+    Args:
+        left_out: headers that do not count, their names in lower case.
+        is_ours: whether only `OUR_HEADERS` do.
+    """
+    rest, query, _, *spelled = wire.unpack_meta(call.head)
+    said = [rest, query]
+    for name, value in zip(spelled[::2], spelled[1::2], strict=True):
+        lower = name.lower()
+        if lower in OUR_HEADERS if is_ours else lower not in left_out:
+            # A handler of another's finds a header as the client spelled it.
+            said += (lower if is_ours else name, value)
+    digest = hashlib.sha256(b"%d %d %d " % (call.kind, call.flags, len(said)))
+    digest.update(b"".join(b"%d:%b" % (len(each), each) for each in said))
+    for part in call.parts:
+        digest.update(part)
+    return digest.digest()
 
 
 class Lookup(NamedTuple):

@@ -204,8 +204,8 @@ METRICS: tuple[tuple[Any, ...], ...] = (
      "The queue time of each class, once a request has named another than normal."),
     (GAUGE, "requests_in_flight", KIND, "Requests that wait or are being answered now."),
     (COUNTER, "refused_requests", (*KIND, "reason"),
-     "Requests refused because too many waited (full) or none would be answered in its time "
-     "(deadline)."),
+     "Requests refused because too many waited (full), none would be answered in its time "
+     "(deadline), or the same one had ended two workers (poison)."),
     (COUNTER, "worker_restarts", MODEL, "Workers that ended unasked and were replaced."),
     (GAUGE, "ready_workers", MODEL, "Workers that can take work."),
     (COUNTER, "worker_busy_seconds", MODEL,
@@ -338,6 +338,7 @@ class KindMetrics:
         self.batch_size = metrics["batch_size"].histogram(*labels)
         self.refused_full = metrics["refused_requests"].count(*labels, "full")
         self.refused_late = metrics["refused_requests"].count(*labels, "deadline")
+        self.refused_poison = metrics["refused_requests"].count(*labels, "poison")
 
     def watch_queue(self, rows: Callable[[], float]) -> None:
         """Read how many rows wait at each scrape."""

@@ -17,6 +17,7 @@ from modelyard.serve.dataplane.budget import AnswerBudget
 from modelyard.serve.dataplane.call import EXPLAIN, PREDICT, Call, Reply
 from modelyard.serve.dataplane.clock import Clock
 from modelyard.serve.dataplane.metrics import VersionMetrics
+from modelyard.serve.dataplane.poison import Poison
 from modelyard.serve.dataplane.process import Backoff
 from modelyard.serve.dataplane.worker import Worker, WorkerPlan, WorkerPolicy
 
@@ -93,6 +94,7 @@ class Pool:
         self.heir: Callable[[Call], bool] | None = None
         """Called with a job whose worker has died, in place of trying it once more; returns whether
         somebody else answers it."""
+        self.poison = Poison()
         self._is_stopping = False
         self._closing: set[asyncio.Task[None]] = set()
         self.slots: list[ReplicaSlot] = []
@@ -259,8 +261,8 @@ class Pool:
             slot.restarts += 1
             slot.ended = self._last_failure if self._failures else worker.end
             self.metrics.restarts.inc()
-            pause_s = backoff.pause_s
-            logger.warning("%s ended; replacing it in %g s", self._name(slot.number), pause_s)
+            name, pause_s = self._name(slot.number), backoff.pause_s
+            logger.warning("%s %s; replacing it in %g s", name, worker.end, pause_s)
             self.policy.retries(worker.name, slot.id, pause_s)
             await asyncio.sleep(pause_s)
             backoff.grow(longest_s)
@@ -417,12 +419,18 @@ class Pool:
         """
         if worker.flight:
             self.worked_s += self.clock.read(monotonic()) - worker.began_at
+        is_blamed = len(worker.flight) == 1 and not worker.is_condemned
         for job in worker.flight.values():
-            if job.stream is not None or job.retried or not self.plan.run.retry:
-                job.fail(worker.death)
-            elif not job.sink.done() and not (self.heir is not None and self.heir(job)):
-                job.retried = True
-                self._retries.append(job)
+            is_over = job.retried or job.stream is not None or job.sink.done()
+            if self.plan.run.retry and not is_over:
+                if self.heir is None or not self.heir(job):
+                    job.retried = True
+                    self._retries.append(job)
+                continue
+            job.fail(worker.death)
+            strikes = job.retried + (not isinstance(worker.death, errors.WorkerKilled))
+            if is_blamed and self.poison.strike(job, strikes, worker.end):
+                logger.error("%s: %s", self.plan.label, self.poison.refusal(job))
         worker.flight.clear()
         self.pump()
 

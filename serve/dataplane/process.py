@@ -19,16 +19,16 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from modelyard.base.exits import describe_exit
-from modelyard.serve.walls.kernel import PR_SET_CHILD_SUBREAPER, prctl
+from modelyard.serve.dataplane import wire
+from modelyard.serve.walls.kernel import PR_SET_CHILD_SUBREAPER, children, prctl
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,6 @@ _watched: set[int] = set()
 """Process ids that a `ChildProcess` waits for."""
 _expected = 0
 """Children that somebody else forks for this process, and that it does not know yet."""
-_adopts = False
 
 
 class ChildProcess:
@@ -45,16 +44,18 @@ class ChildProcess:
     Args:
         pid: id of a child that nobody else waits for.
         niceness: 0 to 19, the higher the sooner other processes go first.
+        end: signal that ends it and whatever it started; with another than SIGKILL it does that.
 
     Raises:
         OSError: it cannot be watched, and was ended.
     """
 
-    def __init__(self, pid: int, niceness: int = 0) -> None:
+    def __init__(self, pid: int, niceness: int = 0, end: int = signal.SIGKILL) -> None:
         self._loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[int] = self._loop.create_future()
         """Its exit code, negative for a signal, once it has been reaped."""
         self.pid = pid
+        self._end = end
         self.exit_code: int | None = None
         """The exit code, negative for a signal; None while it runs."""
         try:
@@ -70,14 +71,16 @@ class ChildProcess:
 
     @property
     def how_it_ended(self) -> str:
-        """Its exit code or signal, for people."""
-        return "no exit code" if self.exit_code is None else describe_exit(self.exit_code)
+        """How it ended, for people."""
+        how = "" if self.exit_code is None else f" with {describe_exit(self.exit_code)}"
+        return f"ended{how}".replace("with signal", "by")
 
     def kill(self) -> None:
         """End the process and whatever it started, at once."""
         if self.exit_code is None:
-            self._kill_group()
-            os.kill(self.pid, signal.SIGKILL)  # one that was just forked leads no group yet
+            if self._end == signal.SIGKILL:
+                self._kill_group()
+            os.kill(self.pid, self._end)  # one that was just forked leads no group yet
 
     async def end(self, grace_s: float) -> None:
         """Wait until the process has ended by itself; kill it when the time is over."""
@@ -95,7 +98,6 @@ class ChildProcess:
         self._kill_group()
         self.exit_code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         _watched.discard(self.pid)
-        end_orphans()
         self.ended.set_result(self.exit_code)
 
     def _kill_group(self) -> None:
@@ -111,6 +113,7 @@ def spawn(
     stderr: int,
     pass_fds: Sequence[int] = (),
     niceness: int = 0,
+    end: int = signal.SIGKILL,
 ) -> ChildProcess:
     """Start a program as a child of this process.
 
@@ -119,7 +122,7 @@ def spawn(
         environment: all of its variables.
         stdout, stderr: descriptors; the caller closes its own copies.
         pass_fds: further descriptors that the process keeps.
-        niceness: niceness as a `ChildProcess` takes it.
+        niceness, end: niceness and end as a `ChildProcess` takes them.
 
     Raises:
         OSError: it cannot be started.
@@ -134,39 +137,33 @@ def spawn(
         start_new_session=True,
     )
     started.returncode = 0  # it is not for this object to wait for the process
-    return ChildProcess(started.pid, niceness)
+    return ChildProcess(started.pid, niceness, end)
 
 
-class Orphans:
-    """Ends what outlives the worker that started it, in whatever session it is.
+SWEEP_EVERY_S = 1.0
+"""Time between two looks for orphans."""
+ROUND_S = 0.001
+"""The same while there are some."""
+LAST_LOOKS = 1000
 
-    A worker inherits what its own children leave behind, and this process what workers do.
+
+async def adopt_orphans() -> None:
+    """End what outlives all that should have ended it, until this is cancelled, which looks again.
+
+    A worker's reaper may have been killed: this process inherits what that one had below it.
 
     Raises:
         OSError: the kernel has no such thing.
     """
-
-    SWEEP_EVERY_S = 1.0
-    """Time between two looks for orphans; at a worker's end they are looked for without waiting."""
-    LAST_LOOKS = 100
-
-    def __init__(self) -> None:
-        global _adopts
-        prctl(PR_SET_CHILD_SUBREAPER, 1)
-        _adopts = True
-        self._sweep()
-
-    def _sweep(self) -> None:
-        end_orphans()
-        self._timer = asyncio.get_running_loop().call_later(self.SWEEP_EVERY_S, self._sweep)
-
-    async def stop(self) -> None:
-        """Look for the last time, and for what those have started that are found."""
-        self._timer.cancel()
-        for _ in range(self.LAST_LOOKS):
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        while True:
+            await asyncio.sleep(ROUND_S if end_orphans() else SWEEP_EVERY_S)
+    finally:
+        for _ in range(LAST_LOOKS):
             if not end_orphans():
                 break
-            await asyncio.sleep(0.01)
+            time.sleep(ROUND_S)
 
 
 def end_orphans() -> int:
@@ -178,24 +175,16 @@ def end_orphans() -> int:
     Returns:
         How many there were.
     """
-    if _expected or not _adopts:
+    if _expected:
         return 0
     count = 0
-    for pid in _children():
-        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+    for pid in children():
+        with contextlib.suppress(ProcessLookupError, ChildProcessError, PermissionError):
             if pid not in _watched and os.getpgid(pid) != os.getpgrp():
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, os.WNOHANG)
                 count += 1
     return count
-
-
-def _children() -> list[int]:
-    """Return the process ids of the children of this thread, to which all that is adopted comes."""
-    try:
-        return [int(pid) for pid in Path("/proc/thread-self/children").read_text().split()]
-    except FileNotFoundError:  # the kernel was built without
-        return [child.pid for child in psutil.Process().children()]
 
 
 def expect(count: int) -> None:
@@ -297,11 +286,16 @@ class ForkServer:
                 self._lose(f"no answer for {REPLY_S:g} s")
             return None
 
-    def prepare(self, modules: tuple[str, ...]) -> None:
-        """Have it import ahead what a worker to come will need, if it runs; nobody waits."""
-        if self._control is not None:
-            with contextlib.suppress(OSError):  # the next request finds out, and says so
-                _send(self._control, asdict(Preload(modules, ())), ())
+    def prepare(self, modules: tuple[str, ...], starts: bool = False) -> None:
+        """Have it import ahead what a worker to come will need; nobody waits.
+
+        Args:
+            modules: modules as of a `Preload`.
+            starts: whether it is started for that.
+        """
+        with contextlib.suppress(OSError):  # the next request finds out, and says so
+            if control := self._control or (self._start() if starts else None):
+                _send(control, asdict(Preload(modules, ())), ())
 
     async def stop(self) -> None:
         """End it; the workers that it has forked go on."""
@@ -326,8 +320,7 @@ class ForkServer:
         with theirs:
             try:
                 self._process = spawn(
-                    [sys.executable, "-P", "-m", "modelyard.serve.worker", "--fork-server",
-                     str(theirs.fileno())],
+                    [*worker_command(), "--fork-server", str(theirs.fileno())],
                     self._environment,
                     stdout=2,  # the server's own log
                     stderr=2,
@@ -361,7 +354,7 @@ class ForkServer:
             logger.info("a worker is started afresh: %s", message["refused"])
         else:
             try:
-                process = ChildProcess(pid, niceness)
+                process = ChildProcess(pid, niceness, wire.END)
             except OSError as error:
                 logger.warning("a forked worker cannot be watched: %s", error)
         if not reply.done():
@@ -418,13 +411,20 @@ async def start_process(
             return forked
     connection, stdout, stderr = descriptors
     return spawn(
-        [sys.executable, "-P", "-m", "modelyard.serve.worker", str(connection)],
+        [*worker_command(), str(connection)],
         environment,
         stdout=stdout,
         stderr=stderr,
         pass_fds=[connection],
         niceness=niceness,
+        end=wire.END,
     )
+
+
+def worker_command() -> list[str]:
+    """Return what starts our worker module, as a child of this process and of no other."""
+    module = "modelyard.serve.worker"
+    return [sys.executable, "-P", "-m", module, "--parent", str(os.getpid())]
 
 
 def _send(control: socket.socket, request: Any, descriptors: Sequence[int]) -> None:

@@ -18,6 +18,7 @@ from itertools import chain
 from typing import Protocol
 
 from modelyard.serve.dataplane.call import Call
+from modelyard.serve.dataplane.poison import Poison
 
 
 class Replica(Protocol):
@@ -47,6 +48,10 @@ class Engine(Protocol):
     @property
     def idle_count(self) -> int:
         """How many replicas would start a job at once."""
+
+    @property
+    def poison(self) -> Poison:
+        """The jobs that ended replicas."""
 
     def pick(self, kind: int) -> Replica | None:
         """Return the least loaded replica with room for this kind, if any has."""

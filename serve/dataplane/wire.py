@@ -22,6 +22,7 @@ Everywhere else they are 0.
 from __future__ import annotations
 
 import json
+import signal
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from time import monotonic
@@ -48,6 +49,9 @@ MAX_RECORDS = 1000
 
 MOST_ROWS = 0xFFFF
 """Most rows that a job can say; one of more counts as so many."""
+
+END = signal.SIGTERM
+"""Signal to a worker's process: end with all that you have started. None is sent to its handler."""
 
 # Control codes.
 LOAD = 1

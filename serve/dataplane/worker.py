@@ -30,6 +30,7 @@ from modelyard.serve.dataplane.log_file import LogFile, Pipe
 from modelyard.serve.dataplane.process import ChildProcess, ForkServer, Preload, start_process
 from modelyard.serve.dataplane.tracing import Batch
 from modelyard.serve.dataplane.wire import Buffer
+from modelyard.serve.walls.kernel import children
 
 if TYPE_CHECKING:
     from modelyard.serve.dataplane.pool import Pool
@@ -38,10 +39,9 @@ logger = logging.getLogger(__name__)
 
 EXIT_GRACE_S = 2.0
 """Time from the end of file on its socket to SIGKILL."""
-REAP_GRACE_S = 0.1
-"""The same, when it holds requests."""
 LINGER_S = 0.5
-"""Time from its end to that of its socket, which a process that it forked may hold open."""
+"""Time from its end to that of its socket, which a process that it forked may hold open; and the
+other way round, while it holds requests."""
 LOG_TAIL_BYTES = 2000
 GATHER_S = 0.02
 """Time from one look at what a worker prints to the next."""
@@ -203,6 +203,9 @@ class Worker(asyncio.BufferedProtocol):
         self._is_in_room = False
         self._transport: asyncio.Transport | None = None
         self._process: ChildProcess | None = None
+        """What the server knows of it: the reaper of the process that runs the handler."""
+        self.pid = -1
+        """Process id of what runs the handler, once that is loaded; of the reaper before."""
         self._output: Output | None = None
         self._has_exited = False
         self._next_id = 0
@@ -282,14 +285,9 @@ class Worker(asyncio.BufferedProtocol):
             finally:
                 output.close()
             undo.pop_all()
-        self._process, self._output = process, output
+        self._process, self._output, self.pid = process, output, process.pid
         process.ended.add_done_callback(self._exited)
         return ours
-
-    @property
-    def pid(self) -> int:
-        """Process id; -1 before the start."""
-        return self._process.pid if self._process else -1
 
     def condemn(self) -> None:
         """Kill a process that hangs, talks nonsense or works for nobody; it did not lack memory."""
@@ -331,7 +329,7 @@ class Worker(asyncio.BufferedProtocol):
             kind = errors.LoadKilled if self._was_killed else errors.LoadFailed
             self.loaded.set_exception(
                 kind(
-                    f"{self._plan.label}: the worker ended with {self._process.how_it_ended} "
+                    f"{self._plan.label}: the worker {self._process.how_it_ended} "
                     f"before it was ready; the log ends: {self._log_tail}"
                 )
             )
@@ -408,7 +406,7 @@ class Worker(asyncio.BufferedProtocol):
             self._finish()
         elif error is not None or self.flight:
             # Mostly it is ending by itself, and closed its socket a moment before it can be reaped.
-            self._loop.call_later(REAP_GRACE_S, self.condemn)
+            self._loop.call_later(LINGER_S, self.condemn)
         else:
             self._loop.call_later(EXIT_GRACE_S, self._process.kill)
 
@@ -420,6 +418,8 @@ class Worker(asyncio.BufferedProtocol):
         elif self.loaded.done():
             raise wire.WireError(f"control message {item.code} from a worker that is loaded")
         elif item.code == wire.READY and message.get("protocol") == wire.PROTOCOL:
+            if (pid := message.get("pid")) in children(self.pid):
+                self.pid = pid
             self.is_ready = True
             self.loaded.set_result(message)
         elif item.code == wire.FAILED:
@@ -569,16 +569,17 @@ class Worker(asyncio.BufferedProtocol):
     @property
     def death(self) -> errors.WorkerDied:
         """What its end means to the requests that it held."""
-        return errors.WorkerKilled() if self._was_killed else errors.WorkerDied()
+        kind = errors.WorkerKilled if self._was_killed else errors.WorkerDied
+        return kind(f"the worker that held the request {self.end}")
 
     @property
     def end(self) -> str:
         """How it ended, for people."""
         if self.is_condemned:
-            return "ended by the server: it took too long, or made no sense"
-        code = self._process.exit_code if self._process else None
-        how = "killed from outside, for lack of memory most likely"
-        return how if self._was_killed else f"it ended by itself, exit code {code}"
+            return "was ended by the server: it took too long, or made no sense"
+        if self._was_killed:
+            return "was killed from outside, for lack of memory most likely"
+        return self._process.how_it_ended if self._process else "ended"
 
     @property
     def _was_killed(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import struct
@@ -9,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
+PR_SET_DUMPABLE = 4
 PR_SET_KEEPCAPS = 8
 PR_SET_CHILD_SUBREAPER = 36
 PR_SET_NO_NEW_PRIVS = 38
@@ -42,6 +44,22 @@ def syscall(number: int, *arguments: object) -> int:
     """
     words = [ctypes.c_long(each) if isinstance(each, int) else each for each in arguments]
     return _checked(_libc.syscall(ctypes.c_long(number), *words), f"system call {number}")
+
+
+def children(pid: int | None = None) -> list[int]:
+    """Return the children of a process, by default of this thread; the newest last.
+
+    What is adopted comes to the main thread. One that has ended has none.
+    """
+    own = f"{pid}/task/{pid}" if pid is not None else "thread-self"
+    try:
+        return [int(pid) for pid in Path(f"/proc/{own}/children").read_text().split()]
+    except (FileNotFoundError, ProcessLookupError):  # it has ended, or the kernel has no such file
+        import psutil
+
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return [child.pid for child in psutil.Process(pid).children()]
+        return []
 
 
 def unshare(namespaces: int) -> None:

@@ -1,4 +1,7 @@
-"""Start a worker: `python -P -m modelyard.serve.worker FD`; `boot.py` says what else there is."""
+"""Start a worker: `python -P -m modelyard.serve.worker FD`; `boot.py` says what else there is.
+
+`--parent PID` before it says whose child it must be: who dies while Python starts is not noticed.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,11 @@ from modelyard.serve.walls.raising import die_with_parent
 
 def main() -> int:
     """Tie this process's life to the server's, before anything that takes time is imported."""
-    die_with_parent()
+    parent = None
+    if sys.argv[1] == "--parent":
+        parent = int(sys.argv[2])
+        del sys.argv[1:3]
+    die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for whoever started it
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     from modelyard.serve.worker import boot

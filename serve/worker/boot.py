@@ -26,12 +26,12 @@ from typing import Any
 
 from modelyard.handlers.ranges import mark_ranges
 from modelyard.serve.dataplane import wire
-from modelyard.serve.walls.kernel import PR_SET_CHILD_SUBREAPER, prctl
 from modelyard.serve.walls.raising import Walls, raise_walls
 from modelyard.serve.worker import load, loop, steps
 from modelyard.serve.worker.codec import MOST_SAID, is_out_of_memory
 from modelyard.serve.worker.dialect import find_dialect
 from modelyard.serve.worker.golden import WrongAnswer, check_golden, replay_golden
+from modelyard.serve.worker.reaper import fork_worker
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -63,11 +63,13 @@ def _join(fd: int | str) -> socket.socket:
 
 
 def _begin(connection: socket.socket, prepare: Callable[[], None] = lambda: None) -> int:
-    """Read the server's first frame, and raise the walls that it asks for; then `prepare`."""
-    # It inherits what its children leave behind, and the server all of it when this ends.
-    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    """Read the server's first frame, and raise the walls that it asks for; then `prepare`.
+
+    What goes on is a child of the process that the server knows.
+    """
     reader = loop.Reader(connection)
     message = wire.decode_control(reader.read()[0])
+    fork_worker()
     try:
         if walls := message["walls"]:
             raise_walls(Walls.of_message(walls))
@@ -145,7 +147,7 @@ def check_archive(task_fd: int, result_fd: int) -> int:
     with os.fdopen(task_fd, "rb") as file:
         task = json.load(file)
     folder = Path(task["load"]["folder"])
-    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    fork_worker()
     try:
         if walls := task["walls"]:
             raise_walls(Walls.of_message(walls))

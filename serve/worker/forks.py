@@ -24,7 +24,7 @@ from typing import Any
 
 from modelyard.handlers import BUILT_IN
 from modelyard.serve.dataplane.heap import trim
-from modelyard.serve.walls.raising import count_threads
+from modelyard.serve.walls.raising import count_threads, die_with_parent
 from modelyard.serve.worker.dialect import find_dialect
 
 MODULES: Mapping[str, tuple[str, ...]] = {
@@ -146,8 +146,7 @@ def _fork(server: int) -> int:
     os.close(writing)
     while os.getppid() == own:
         time.sleep(_POLL_S)
-    if os.getppid() != server:
-        os._exit(1)
+    die_with_parent(server)
     return 0
 
 

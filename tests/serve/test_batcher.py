@@ -14,6 +14,7 @@ import pytest
 from modelyard.serve.dataplane.batcher import LOOK_AGAIN_S, LOOKED_AT, Batcher
 from modelyard.serve.dataplane.call import PREDICT, Call, HasLeft, Reply
 from modelyard.serve.dataplane.metrics import Metrics, VersionMetrics
+from modelyard.serve.dataplane.poison import Poison
 from modelyard.serve.dataplane.worker import RunConfig
 from modelyard.serve.errors import DeadlinePassed, Draining, QueueFull, TooLate, Unavailable
 
@@ -57,6 +58,8 @@ class Engine:
     def pick(self, kind: int) -> Replica | None:
         able = [replica for replica in self.replicas if replica.free > 0]
         return max(able, key=lambda replica: replica.free, default=None)
+
+    poison = Poison()
 
     def handed_over(self) -> int:
         return 0

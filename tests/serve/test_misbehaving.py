@@ -47,7 +47,7 @@ def load(server: LiveServer) -> Iterator[Load]:
 
 
 def ends_in_log(server: LiveServer, model: str) -> int:
-    return server.log.count(f"{model} 1.0 worker 1 ended; replacing it in")
+    return len(re.findall(rf"{model} 1\.0 worker 1 [^;]*; replacing it in", server.log))
 
 
 def in_one_batch(
@@ -119,16 +119,21 @@ def test_a_request_is_answered_at_its_deadline_though_its_worker_hangs(server: L
 
 # -- F2: what ends -----------------------------------------------------------------------------
 
-DIED = (500, r"Worker died\.")
-KILLED = (507, ".*")
+DIED = (
+    500,
+    "the worker that held the request (was ended by the server: .*|ended with exit code 0)",
+)
 ENDS = {
-    "leave 0": DIED,
-    "leave 3": DIED,
-    "kill_itself": KILLED,
-    "segfault": DIED,
-    "abort": DIED,
-    "overflow": DIED,
-    "cut_the_wire": DIED,
+    body: (code, f"the worker that held the request {how}")
+    for body, code, how in (
+        ("leave 0", 500, "ended with exit code 0"),
+        ("leave 3", 500, "ended with exit code 3"),
+        ("kill_itself", 507, "was killed from outside, .*"),
+        ("segfault", 500, "ended by SIGSEGV"),
+        ("abort", 500, "ended by SIGABRT"),
+        ("overflow", 500, "ended by SIGSEGV"),
+        ("cut_the_wire", 500, "was ended by the server: .*"),
+    )
 }
 
 
@@ -203,7 +208,7 @@ def test_a_worker_that_cannot_be_loaded_is_tried_ever_more_seldom_and_the_model_
     check_error(refused, 503, "no worker of cursed 1.0 could be started, .* again: .*cursed.*")
     assert server.client.get("/ping").json() == {"status": "Unhealthy"}
     assert server.client.get("/health/ready").json()["reason"] == "no worker is ready for cursed"
-    waits = re.findall(r"cursed 1\.0 worker 1 ended; replacing it in (\S+) s", server.log)[-5:]
+    waits = re.findall(r"cursed 1\.0 worker 1 [^;]*; replacing it in (\S+) s", server.log)[-5:]
     assert [float(wait) for wait in waits[1:]] == [2 * float(wait) for wait in waits[:-1]]
     curse.unlink()
     poll(lambda: ask(server, "cursed", "x").status == 200, "it recovers", 60)
@@ -338,7 +343,7 @@ def test_a_handler_that_closes_its_output_goes_on(
     assert ask(server, "sick", "after").status == 200
     assert server.restarts("sick") == before
     # The server closed its end of that output; what comes after is counted with one again.
-    check_error(ask(server, "sick", "kill_itself"), *KILLED)
+    check_error(ask(server, "sick", "kill_itself"), *ENDS["kill_itself"])
     poll(lambda: server.restarts("sick") == before + 2, "it was tried once more, alone")
 
 

@@ -29,7 +29,7 @@ def test_a_process_that_ends_by_itself_is_reaped_and_described() -> None:
         process = start("raise SystemExit(3)")
         assert process.exit_code is None
         assert await process.ended == process.exit_code == 3
-        assert process.how_it_ended == "exit code 3"
+        assert process.how_it_ended == "ended with exit code 3"
         assert not Path(f"/proc/{process.pid}").exists()
         process.kill()  # nobody else's process of the same number
 
@@ -41,7 +41,7 @@ def test_one_that_goes_on_is_killed_when_its_time_is_over() -> None:
         process = start("import time; time.sleep(600)", niceness=7)
         assert os.getpriority(os.PRIO_PROCESS, process.pid) == 7
         await process.end(0.01)
-        assert process.how_it_ended == "signal SIGKILL"
+        assert process.how_it_ended == "ended by SIGKILL"
 
     asyncio.run(scenario())
 

@@ -16,6 +16,7 @@ import pytest
 from modelyard.serve.dataplane.batcher import Batcher
 from modelyard.serve.dataplane.call import HIGH, LOW, NORMAL, PREDICT, Call, Reply
 from modelyard.serve.dataplane.metrics import Metrics, VersionMetrics
+from modelyard.serve.dataplane.poison import Poison
 from modelyard.serve.dataplane.queue import HURRIED_S, SHARES, Classes, Line
 from modelyard.serve.errors import DeadlinePassed, QueueFull, TooLate
 from tests.serve.test_batcher import RUN
@@ -218,6 +219,8 @@ class Engine:
 
     def pick(self, kind: int) -> Replica | None:
         return self.replica if self.replica.free > 0 else None
+
+    poison = Poison()
 
     def handed_over(self) -> int:
         return 0

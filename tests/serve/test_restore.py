@@ -17,6 +17,7 @@ from modelyard.serve.dataplane.metrics import Metrics
 from modelyard.serve.errors import FileNotInStore, StartError, StorageFull, http_status
 from modelyard.serve.policy import Policy
 from modelyard.serve.settings import load_settings
+from modelyard.serve.walls.kernel import children
 from tests.serve.live import build_archive
 
 
@@ -61,6 +62,7 @@ def test_a_saved_state_that_cannot_be_read_is_no_reason_not_to_start(
     [
         *(1, {}, {"file": 2}, {"file": "x.mar", "name": ["x"]}, {"file": "x.mar", "digest": 7}),
         *({"file": "x.mar", "workers": each} for each in ("many", -1, 1025, 10**25)),
+        *({"file": "x.mar", "imports": each} for each in ("torch", 1, None, [["torch"]])),
     ],
     ids=str,
 )
@@ -92,6 +94,38 @@ def test_an_archive_that_has_changed_is_restored_only_where_that_is_accepted(
     assert served.digest != digest
     assert "accepted, as the setting accept_changed says" in caplog.text
     start(tmp_path)  # that one was served last
+
+
+@pytest.mark.parametrize(
+    ("saved", "models", "is_begun"),
+    [(["torch"], [], True), ([], [], False), (["torch"], ["other.mar"], False)],
+    ids=["as it was", "without torch", "others are named"],
+)
+def test_what_workers_were_forked_with_is_imported_while_the_server_starts(
+    tmp_path: Path, saved: list[str], models: list[str], is_begun: bool
+) -> None:
+    entry = {"name": "echo", "file": "echo.mar", "imports": saved}
+    (tmp_path / "models.json").write_text(json.dumps({"models": [entry]}), encoding="utf-8")
+    settings = load_settings({"state_dir": tmp_path, "models": models}, None, {})
+    policy = Policy(settings)
+    policy.state.create()
+    policy.state.unpacked.mkdir(exist_ok=True)
+
+    async def scenario() -> None:
+        lifecycle = Lifecycle(policy, Registry(), Metrics())
+        before = set(children())
+        lifecycle.foresee()
+        new = set(children()) - before
+        assert len(new) == is_begun
+        for pid in new:
+            maps = Path(f"/proc/{pid}/maps")
+            async with asyncio.timeout(60):
+                while "libtorch" not in maps.read_text(encoding="utf-8"):
+                    await asyncio.sleep(0.01)
+        await lifecycle.stop(0)
+        assert set(children()) == before
+
+    asyncio.run(scenario())
 
 
 def test_a_full_disk_is_the_servers_fault(tmp_path: Path) -> None:

@@ -182,7 +182,7 @@ def test_start_status_second_start_token_and_stop(
         assert "Model not found: cats; this server has echo, numbers (request" in missing.stderr
 
         children = descendants(server.pid)
-        assert len(children) == 2
+        assert len(children) == 4  # each worker has a reaper
         stopped = modelyard("serve", "stop", where)
         assert (stopped.returncode, stopped.stdout) == (0, f"stopped, pid {server.pid}\n")
         assert server.wait() == 0

@@ -48,12 +48,13 @@ class Spoken(Worker):
     async def _spawn(self) -> socket.socket:
         ours, theirs = socket.socketpair()
         self._output = self._pool.policy.open_output(self._plan.log_dir / "w.log", self.name)
-        self._process = spawn(
+        process = self._process = spawn(
             self.command, {"PATH": os.environ["PATH"]},
             stdout=self._output.stdout, stderr=self._output.stderr,
         )  # fmt: skip
         self._output.close()
         self._process.ended.add_done_callback(self._exited)
+        self.pid = process.pid
         self.reader, self.writer = await asyncio.open_connection(sock=theirs)
         return ours
 

@@ -44,7 +44,6 @@ from modelyard.serve.control.registry import Registry
 from modelyard.serve.control.sizing import available_memory
 from modelyard.serve.control.store import find_in_store, list_archives
 from modelyard.serve.dataplane.metrics import Metrics
-from modelyard.serve.dataplane.process import Orphans
 from modelyard.serve.dataplane.worker import WorkerPolicy
 from modelyard.serve.errors import LoadFailed, ServeError, StartError, UrlRefused
 
@@ -166,14 +165,13 @@ async def try_archives(policy: TorchServePolicy, looked: Iterable[Looked]) -> No
     """
     policy.state.create()
     policy.workers = WorkerPolicy()  # what they print goes to files of that folder
-    orphans, lifecycle = Orphans(), Lifecycle(policy, Registry(), Metrics())
+    lifecycle = Lifecycle(policy, Registry(), Metrics())
     try:
         for each in looked:
             if not is_url(each.spec.location) and all(f.status != FAILS for f in each.findings):
                 await _try(lifecycle, each)
     finally:
         await lifecycle.stop(0)
-        await orphans.stop()
 
 
 async def _try(lifecycle: Lifecycle, looked: Looked) -> None:

@@ -43,9 +43,9 @@ def describe(context):
         "pid": me,
         "imported_by": IMPORTED_BY,
         "own_module": tabnanny.WHOSE,
+        "parent": os.getppid(),
         "draws": [random.random(), float(np.random.random()), float(torch.rand(())), multiprocessing.current_process().authkey.hex()],
         "same": {
-            "parent": os.getppid(),
             "leads": [os.getpgid(0) == me, os.getsid(0) == me],
             "arguments": [Path(sys.argv[0]).name, len(sys.argv), sys.argv[1].isdigit()],
             "main": sys.modules["__main__"].__spec__.name,

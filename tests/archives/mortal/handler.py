@@ -1,4 +1,4 @@
-"""Does to its own process what the body says: die, hang, garbage, forge, until FILE, sleep SECONDS."""
+"""Does to its own process what the body says: die, signal NUMBER, hang, garbage, forge, until FILE, sleep SECONDS."""
 
 import os
 import socket
@@ -14,6 +14,8 @@ def handle(data, context):
     for body in bodies:
         if body == "die":
             os._exit(3)
+        if body.startswith("signal"):
+            os.kill(os.getpid(), int(body.split()[1]))
         if body == "hang":
             time.sleep(600)
         if body == "garbage":
