@@ -1,13 +1,11 @@
 """Run an unpacked archive in a process of its own, loaded the way a worker loads it.
 
-The process is `modelyard.serve.worker`, named and never imported here: the archiver itself runs
-no code of an archive and needs no torch.
+The process is `modelyard.serve.rehearse`, named and never imported here: the archiver itself runs
+no code of an archive and needs no torch. It raises the walls that a server's workers have.
 """
 
 import contextlib
 import json
-import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -20,10 +18,13 @@ from modelyard.archiver.errors import ArchiveError, DoesNotRun
 from modelyard.archiver.manifest import Golden, Manifest
 from modelyard.archiver.untrusted.names import MANIFEST_NAME
 from modelyard.base.exits import describe_exit
-from modelyard.base.threads import thread_environment
 
 TIMEOUT_S = 600.0
 """Time for loading the model and answering everything."""
+UNPACKED = "archive-own"
+"""Name of the folder in which an archive is run; what it may write lies beside it, in `own`."""
+GRACE_S = 5.0
+"""Time for ending what it has started."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,8 @@ class Replay:
     """Change of the pipeline → what an example must have to notice it; empty where one does."""
     reference: bytes | None = None
     """The file of `archiver.reference`, where requests for it were given."""
+    lacking: tuple[str, ...] = ()
+    """Walls that did not stand around it."""
 
 
 def replay(
@@ -87,7 +90,7 @@ def replay(
 ) -> Replay:
     """Load the archive that is unpacked in `folder`, and answer its golden requests.
 
-    The archive's own code runs in the child process.
+    The archive's own code runs in the child process, behind the walls of a worker.
 
     Args:
         folder: folder with `MAR-INF/MANIFEST.json`, as a worker finds it.
@@ -128,6 +131,7 @@ def replay(
         parity=ParityResult(pair, **result["parity"]) if pair else None,
         coverage=result.get("coverage", {}),
         reference=result["reference"].encode() if reference else None,
+        lacking=tuple(result["lacking"]),
     )
 
 
@@ -151,7 +155,7 @@ def _run_child(task: dict[str, Any]) -> dict[str, Any]:
         exchange = Path(name)
         (exchange / "task.json").write_text(json.dumps(task), encoding="utf-8")
         # -P keeps files of the working folder from being imported.
-        command = [sys.executable, "-P", "-m", "modelyard.serve.worker", "--check", name]
+        command = [sys.executable, "-P", "-m", "modelyard.serve.rehearse", name]
         with (exchange / "log").open("wb") as log:
             code = _run(command, log.fileno())
         try:
@@ -171,7 +175,6 @@ def _run(command: Sequence[str], log: int) -> str:
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=log,
-        env=os.environ | thread_environment(),
         start_new_session=True,
     )
     try:
@@ -181,8 +184,10 @@ def _run(command: Sequence[str], log: int) -> str:
     except OSError as error:
         raise ArchiveError(f"cannot run the archive: {error}") from error
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        process.terminate()  # it ends what the archive's code has started
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_S)
+        process.kill()
         process.wait()
     return f"ended with {describe_exit(code)}"
 

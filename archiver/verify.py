@@ -10,7 +10,7 @@ from modelyard.archiver.errors import ArchiveError, DoesNotRun
 from modelyard.archiver.manifest import Manifest
 from modelyard.archiver.proven import describe_repeated, find_other_versions, find_unproven
 from modelyard.archiver.read import Archive
-from modelyard.archiver.replay import Pair, ParityResult, Replay, replay
+from modelyard.archiver.replay import UNPACKED, Pair, ParityResult, Replay, replay
 from modelyard.archiver.report import ceiling, parse_report
 from modelyard.archiver.signing import find_signer
 from modelyard.archiver.untrusted.json import parse_json
@@ -135,7 +135,7 @@ def _run(archive: Archive, device: str) -> Iterator[Check]:
     try:
         pair = find_pair(archive.manifest, archive.read)
         with tempfile.TemporaryDirectory(prefix="modelyard-") as name:
-            folder = Path(name) / "archive"
+            folder = Path(name) / UNPACKED
             archive.unpack(folder)
             outcome = replay(folder, archive.manifest, pair=pair, device=device)
     except DoesNotRun as error:
@@ -144,7 +144,8 @@ def _run(archive: Archive, device: str) -> Iterator[Check]:
     except ArchiveError as error:
         yield Check("loading", "not possible", str(error))
         return
-    yield Check("loading", f"as a worker, on {outcome.device}")
+    lacking = f"; without walls: {', '.join(outcome.lacking)}" if outcome.lacking else ""
+    yield Check("loading", f"as a worker, on {outcome.device}{lacking}")
     yield from _golden_checks(archive, outcome)
     if not outcome.golden and not (outcome.parity and outcome.parity.cases):
         yield Check(

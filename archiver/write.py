@@ -22,6 +22,7 @@ from modelyard.archiver.manifest import (
     parse_manifest,
 )
 from modelyard.archiver.proven import find_other_versions
+from modelyard.archiver.replay import UNPACKED
 from modelyard.archiver.report import Report, parse_report
 from modelyard.archiver.sbom import format_sbom
 from modelyard.archiver.signing import sign
@@ -163,8 +164,8 @@ def _rehearsed(plan: Plan, output_dir: Path, meter: _Meter) -> tuple[Plan, str, 
     staging.mkdir(mode=0o700)
     identities = {part.name: part.identity for part in plan.parts}
     try:
-        files = _pack(plan, FolderWriter(staging / "archive"), meter, None)
-        answers, repeated, coverage = rehearse(plan, staging / "archive")
+        files = _pack(plan, FolderWriter(staging / UNPACKED), meter, None)
+        answers, repeated, coverage = rehearse(plan, staging / UNPACKED)
         digests = {file.name: file.sha256 for file in files}
         return plan.rehearsed(answers, digests, identities), repeated, coverage
     finally:

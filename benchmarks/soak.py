@@ -1,4 +1,4 @@
-"""`scripts/soak`: a server under everything at once, for long: nothing grows, nothing is lost."""
+"""`scripts/soak`: a server under everything at once: nothing grows, is lost, or answers wrongly."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
-from urllib.error import URLError
+from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
@@ -35,6 +35,8 @@ LOCAL_RESULTS = ROOT / "benchmarks" / "results" / "local"
 MODEL = "digits"
 VERSIONS = ("1.0", "2.0")
 CHANGE_TIMEOUT_S = 120
+ROLL_OUT_WITHIN_S = 90
+ENDED = ("default", "returned", "failed", "aborted")
 
 out = Console(highlight=False)
 TEXT_WIDTH = 100
@@ -50,6 +52,8 @@ class Plan:
     sample_s: float
     reload_s: float
     kill_s: float
+    guest_s: float
+    roll_out_s: float
 
 
 @app.command()
@@ -65,14 +69,19 @@ def soak(
         str | None, typer.Option(help="Name of the files; default: date and time.")
     ] = None,
 ) -> None:
-    """Predict, explain, hang up, reload and kill workers; watch memory, descriptors and latency.
+    """Predict, explain, hang up, flood, register, roll out, kill workers; watch what grows.
 
-    Ends with code 1 when a request got no answer or an error, or when a slope is over its limit.
+    Ends with code 1 when a request got no answer, an error or another answer than the first one,
+    or when a slope is over its limit.
 
     Example: scripts/soak --minutes 60
     """
     length_s = 60 * minutes
-    plan = Plan(20, 5, 1, 6, 7) if quick else Plan(length_s, min(120, length_s / 4), 5, 30, 75)
+    plan = (
+        Plan(20, 5, 1, 6, 7, 3, 9)
+        if quick
+        else Plan(length_s, min(300, length_s / 4), 5, 30, 75, 20, 150)
+    )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server must be stopped too
     with tempfile.TemporaryDirectory(prefix="modelyard-soak-") as folder:
         found = _soak(plan, Path(folder))
@@ -96,8 +105,11 @@ class Server:
         """Call the management API and return its answer."""
         headers = {"Authorization": f"Bearer {self._token}"}
         request = Request(f"{self._management}{path}", method=method, headers=headers)
-        with urlopen(request, timeout=CHANGE_TIMEOUT_S) as answer:
-            return json.load(answer)
+        try:
+            with urlopen(request, timeout=CHANGE_TIMEOUT_S) as answer:
+                return json.load(answer)
+        except HTTPError as error:
+            raise OSError(f"{method} {path} answered {error.code}: {error.read()!r}") from error
 
     def worker_pids(self, model: str) -> list[int]:
         """Return the process ids of the workers that are ready, of the default version."""
@@ -127,16 +139,18 @@ def _file(version: str) -> str:
 
 def _build(folder: Path) -> tuple[Path, ...]:
     """Archive the digits model as two versions, and echo; return the requests."""
-    artifacts = folder / "artifacts"
+    artifacts, store = folder / "artifacts", folder / "store"
     modelyard("export", DIGITS / "digits.pt", "--model", f"{DIGITS / 'net.py'}:DigitsNet",
               "--input", "image:float32[batch,1,8,8]", "--output", "logits",
               "--format", "onnx", "--format", "pt2", "-o", artifacts)  # fmt: skip
     for version in VERSIONS:
-        modelyard("archive", _file(version).removesuffix(".mar"),
+        modelyard("archive", MODEL,
                   "--artifact", artifacts / "digits.onnx", "--handler", "image_classifier",
                   "--version", version, "--extra-files", DIGITS / "index_to_name.json",
                   "--config-file", DIGITS / "model-config.yaml",
-                  "-o", folder / "store")  # fmt: skip
+                  "-o", folder)  # fmt: skip
+        store.mkdir(exist_ok=True)
+        (folder / f"{MODEL}.mar").replace(store / _file(version))
     return build_echo(folder).requests
 
 
@@ -154,13 +168,14 @@ def _soak(plan: Plan, folder: Path) -> Soak:
             clients.ask(f"/explanations/{MODEL}", scans, explanations, 1)
             clients.leave(f"/predictions/{MODEL}", scans[0])
             clients.leave(f"/explanations/{MODEL}", scans[0])
+            clients.flood()
             watch = Watch(server, predictions)
             bar.update(task, total=plan.length_s, description="soaking")
             with clients:
                 watch.run(plan, lambda at_s: bar.update(task, completed=at_s))
         kinds = {"predictions": predictions, "echoes": echoes, "explanations": explanations}
     return Soak(
-        {**_describe(plan), "disconnects": clients.disconnects},
+        {**_describe(plan), "disconnects": clients.disconnects, "floods": clients.floods},
         plan.warm_up_s,
         watch.samples,
         watch.events,
@@ -204,8 +219,13 @@ class Watch:
             operator.result()
 
     def _operate(self, plan: Plan) -> None:
-        """Reload and kill, each when it is due; a reload takes as long as it takes."""
-        every = {self._reload: plan.reload_s, self._kill: plan.kill_s}
+        """Do each when it is due; it takes as long as it takes."""
+        every = {
+            self._reload: plan.reload_s,
+            self._kill: plan.kill_s,
+            self._have_guest: plan.guest_s,
+            self._roll_out: plan.roll_out_s,
+        }
         due = dict(every)
         while min(due.values()) < plan.length_s:
             first = min(due, key=lambda action: due[action])
@@ -238,8 +258,35 @@ class Watch:
         self._server.manage("DELETE", f"/models/{MODEL}/{old}")
         self._served = 1 - self._served
 
+    def _have_guest(self) -> None:
+        """Register a model more, and remove it."""
+        self.events.append((round(self._at_s, 3), "guest"))
+        self._server.manage(
+            "POST", f"/models?url={ECHO}.mar&model_name=guest&initial_workers=1&synchronous=true"
+        )
+        self._server.manage("DELETE", "/models/guest")
+
+    def _roll_out(self) -> None:
+        """Roll the other version out; a worker is killed meanwhile. What loses is removed."""
+        new = VERSIONS[1 - self._served]
+        self.events.append((round(self._at_s, 3), "roll-out"))
+        place = f"/models/{MODEL}/rollout"
+        self._server.manage("POST", f"{place}?url={_file(new)}&shadow=50%25&canary=50&for=5s")
+        ends = self._at_s + ROLL_OUT_WITHIN_S
+        while (state := self._server.manage("GET", place)["state"]) not in ENDED:
+            if self._at_s > ends:
+                state = self._server.manage("POST", f"{place}/abort")["state"]
+                break
+            time.sleep(1)
+        self.events.append((round(self._at_s, 3), f"rolled out: {state}"))
+        if state == "default":
+            self._served = 1 - self._served
+        for described in self._server.manage("GET", f"/models/{MODEL}/all"):
+            if (version := described["modelVersion"]) != VERSIONS[self._served]:
+                self._server.manage("DELETE", f"/models/{MODEL}/{version}")
+
     def _kill(self) -> None:
-        with suppress(URLError):
+        with suppress(OSError):
             if pids := self._server.worker_pids(MODEL):
                 self.events.append((round(self._at_s, 3), "kill"))
                 os.kill(self._chosen.choice(pids), signal.SIGKILL)

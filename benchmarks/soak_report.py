@@ -19,8 +19,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-JUDGED_FROM_S = 480.0
+JUDGED_FROM_S = 1500.0
 """After the warm-up; what grows in a shorter time says nothing about a day."""
+MOST_MB_PER_HOUR = 1.0
 PER_S = 600.0
 """Slopes are per ten minutes."""
 MOST_POINTS = 200
@@ -66,11 +67,11 @@ class Limit:
 
 
 LIMITS: dict[str, Limit] = {
-    "server_rss_mb": Limit(slope=1.0),
+    "server_rss_mb": Limit(slope=MOST_MB_PER_HOUR * PER_S / 3600),
     "server_pss_mb": Limit(),
     "server_descriptors": Limit(slope=1.0),
     "server_threads": Limit(slope=1.0),
-    "worker_rss_mb": Limit(slope=1.0),
+    "worker_rss_mb": Limit(slope=MOST_MB_PER_HOUR * PER_S / 3600),
     "worker_pss_mb": Limit(),
     "worker_descriptors": Limit(slope=0.5),
     "worker_threads": Limit(slope=0.5),
@@ -104,7 +105,7 @@ class Soak:
     warm_up_s: float
     samples: list[Sample]
     events: list[tuple[float, str]]
-    """Seconds and `reload` or `kill`."""
+    """Seconds, and what was done."""
     outcomes: dict[str, dict[str, Any]]
     """Kind of request → counts."""
 
@@ -178,7 +179,7 @@ def trends(samples: Sequence[Sample]) -> list[Trend]:
         growth = PER_S * slope(points)
         words, is_within = "", True
         if limit.slope is not None:
-            words, is_within = f"{limit.slope:+g}/10 min", growth <= limit.slope
+            words, is_within = f"{limit.slope:+.2g}/10 min", growth <= limit.slope
         elif limit.ratio is not None:
             words, is_within = f"×{limit.ratio:g}", last <= limit.ratio * first
         found.append(Trend(name, first, last, growth, words, is_within))

@@ -354,6 +354,12 @@ class Settings(BaseModel):
         first, _, last = self.worker_uids.partition("-")
         return range(int(first), int(last) + 1) if first else range(0)
 
+    def network_of(self, is_sealed: bool) -> str:
+        """Return the sockets of an archive's workers, none or all; whether we sealed it counts."""
+        if self.network != "auto":
+            return self.network
+        return "none" if is_sealed else "all"
+
     @property
     def addresses(self) -> tuple[Address, Address, Address]:
         """Where the inference, the management and the metrics API listen."""

@@ -9,6 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from modelyard.archiver.untrusted.json import is_number
 from modelyard.plugins.torchserve import TORCHSERVE_VERSION
 from modelyard.plugins.torchserve.properties import format_properties
 from modelyard.plugins.torchserve.settings import TorchServeSettings
@@ -131,7 +132,10 @@ def parse_model_snapshot(snapshot: Any) -> list[tuple[str, str, dict[str, Any]]]
     models = snapshot.get("models") if isinstance(snapshot, dict) else None
     if not isinstance(models, dict):
         raise StartError('model_snapshot: expected a JSON object with "models"')
-    if snapshot.get("modelCount", 0) <= 0:
+    count = snapshot.get("modelCount", 0)
+    if not is_number(count):
+        raise StartError(f"model_snapshot: modelCount: expected int, got {count!r}")
+    if count <= 0:
         return []
     entries = []
     for name, versions in models.items():

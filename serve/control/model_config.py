@@ -180,9 +180,6 @@ def extensions(
         BadModelConfig: the archive, or its settings, ask for what it lacks.
     """
     is_sealed = archive.manifest.modelyard is not None
-    network = settings.network
-    if network == "auto":
-        network = "none" if is_sealed else "all"
     fills_rows = is_sealed and (options.handler or archive.manifest.handler) in FILLS_ROWS
     # An archive without our seal may keep state that predictions and explanations share.
     explain_workers = values.integer("explainWorkers", int(is_sealed), least=0)
@@ -204,7 +201,10 @@ def extensions(
             "artifact", "", ("", *archive.names).__contains__, "a file of the archive"
         ),
         "network": values.of_operator(
-            "network", network, ("none", "all").__contains__, "none or all"
+            "network",
+            settings.network_of(is_sealed),
+            ("none", "all").__contains__,
+            "none or all",
         ),
         "files": values.of_operator(
             "files", settings.files, ("own", "all").__contains__, "own or all"

@@ -1,6 +1,6 @@
 """Boot one worker, or run an archive once.
 
-`python -P -m modelyard.serve.worker FD`, or `… --check FOLDER`; `… --fork-server FD` boots many.
+`python -P -m modelyard.serve.worker FD`, or `… --check FD FD`; `… --fork-server FD` boots many.
 
 Authors import their files by plain names, some of them late, so the archive's folder leads the path
 for the worker's life. Ours are below `modelyard.`, where no such name meets them; those that a
@@ -37,7 +37,7 @@ from modelyard.serve.worker.golden import WrongAnswer, check_golden, replay_gold
 def run(arguments: Sequence[str]) -> int:
     """Do what the command line says, and return the exit code."""
     if arguments[0] == "--check":
-        return check_archive(Path(arguments[1]))
+        return check_archive(int(arguments[1]), int(arguments[2]))
     if arguments[0] == "--fork-server":
         return fork_workers(int(arguments[1]))
     connection = _join(arguments[0])
@@ -134,15 +134,21 @@ def _lacks_memory(error: BaseException) -> bool:
     return is_out_of_memory(error) or (isinstance(error, RuntimeError) and "CUDA" in str(error))
 
 
-def check_archive(exchange: Path) -> int:
-    """Load the unpacked archive that `exchange/task.json` names, run it, leave `result.json`.
+def check_archive(task_fd: int, result_fd: int) -> int:
+    """Run the unpacked archive that a task names, behind its walls, and write what came of it.
 
-    The archiver calls this before it writes an archive and when it verifies one. What goes wrong
-    is in the result; the exit code only says that there is one.
+    `serve/rehearse.py` starts it, with files that are open already. What goes wrong is in the
+    result; the exit code only says that there is one.
     """
-    task = json.loads((exchange / "task.json").read_bytes())
+    for descriptor in (task_fd, result_fd):
+        os.set_inheritable(descriptor, False)
+    with os.fdopen(task_fd, "rb") as file:
+        task = json.load(file)
     folder = Path(task["load"]["folder"])
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
     try:
+        if walls := task["walls"]:
+            raise_walls(Walls.of_message(walls))
         from modelyard.serve.worker import check  # and numpy, which a worker may do without
 
         find_dialect()
@@ -151,7 +157,8 @@ def check_archive(exchange: Path) -> int:
     except BaseException as error:
         traceback.print_exc()
         result = {"error": load.describe(error, folder)}
-    (exchange / "result.json").write_text(json.dumps(result), encoding="utf-8")
+    with os.fdopen(result_fd, "w", encoding="utf-8") as file:
+        json.dump(result, file)
     return 0
 
 

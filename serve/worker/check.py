@@ -1,7 +1,7 @@
 """Run an unpacked archive once, without a server: its golden requests and its parity.
 
-The archiver starts `python -P -m modelyard.serve.worker --check FOLDER`, for a dry run before an
-archive is written and to verify one that is. Both sides meet in files of FOLDER only:
+The archiver has it run, for a dry run before an archive is written and to verify one that is:
+`serve/rehearse.py` raises the walls around it. Both sides meet in two files of a folder only:
 
     task.json    {"load": what a worker's LOAD message holds, without device number and batch size,
                   "proven_batch": largest batch that the report proved, or null,
@@ -11,8 +11,9 @@ archive is written and to verify one that is. Both sides meet in files of FOLDER
                             or null,
                   "reference": path of the requests whose reasons are averaged, or null,
                   "doubts": whether to end where nothing says what the model's numbers are}
-    result.json  {"device": …, "golden": [{"answer": …, "difference": text or null,
-                                           "seen": what is added to what is expected}, …],
+    result.json  {"device": …, "lacking": [name of a wall that does not stand, …],
+                  "golden": [{"answer": …, "difference": text or null,
+                              "seen": what is added to what is expected}, …],
                   "parity": {"cases": count, "summary": text, "differences": [text, …]} or null,
                   "coverage": {change of the pipeline: what an example that notices it must have,
                                "" where one does}, where it was recorded,
@@ -62,7 +63,12 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
     ]
     if task.get("doubts") and not any(each["difference"] for each in golden):
         _refuse_doubts(service.handler, seen[:MOST_TRIED])
-    result: dict[str, Any] = {"device": service.device, "golden": golden, "parity": None}
+    result: dict[str, Any] = {
+        "device": service.device,
+        "lacking": task["lacking"],
+        "golden": golden,
+        "parity": None,
+    }
     if task["record"] and golden and all("seen" in each for each in golden):
         result["coverage"] = _cover(service, task["golden"][:MOST_TRIED], golden)
     if task.get("reference"):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import warnings
 import zipfile
 from collections.abc import Callable, Mapping
@@ -219,7 +220,8 @@ def test_an_answer_cannot_be_recorded_without_the_dry_run(tmp_path: Path) -> Non
     assert "an example without an expected answer is answered in the dry run" in problem
 
 
-def test_the_dry_run_works_on_a_copy(tmp_path: Path) -> None:
+def test_the_dry_run_works_on_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MODELYARD_SANDBOX", "0")  # behind the walls it would change nothing
     code = "open('echo.py', 'a').write('# changed')\nopen('new', 'w').close()\n" + ECHO
 
     with open_archive(echo(tmp_path / "in", code, "request.txt")) as archive:
@@ -229,13 +231,85 @@ def test_the_dry_run_works_on_a_copy(tmp_path: Path) -> None:
     assert (tmp_path / "in" / "echo.py").read_text() == code
 
 
-def test_a_file_that_changes_after_the_dry_run_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_changes_after_the_dry_run_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MODELYARD_SANDBOX", "0")
     code = f"open({str(tmp_path / 'in' / 'weights.bin')!r}, 'wb').write(b'evil')\n" + ECHO
 
     (problem,) = problems(lambda: echo(tmp_path / "in", code))
 
     assert problem.startswith("weights.bin is not the file that the dry run saw (SHA-256 ")
     assert list((tmp_path / "in" / "store").iterdir()) == []
+
+
+RED_TEAM = """
+import os, pathlib, socket, subprocess
+
+def attempt(name, act):
+    try:
+        return {"got": str(act())}
+    except (OSError, KeyError) as error:
+        return {"refused": type(error).__name__}
+
+def first_variables():
+    if b"HUB_TOKEN" not in pathlib.Path("/proc/self/environ").read_bytes():
+        raise KeyError("HUB_TOKEN")
+
+def handle(data, context):
+    target = pathlib.Path(PLACE)
+    acts = {
+        "read": lambda: (target / "secret").read_text(),
+        "write": lambda: (target / "written").write_text("x"),
+        "own": lambda: pathlib.Path("echo.py").write_text(""),
+        "variable": lambda: os.environ["HUB_TOKEN"],
+        "first variables": first_variables,
+        "network": lambda: socket.socket(),
+        "others": lambda: os.kill(os.getppid(), 0),
+    }
+    found = {name: attempt(name, act) for name, act in acts.items()}
+    subprocess.Popen(["sleep", "3141.59"], start_new_session=True)
+    return [found for _ in data or []]
+"""
+
+
+def _daemons() -> list[str]:
+    listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True)
+    return [line for line in listed.stdout.splitlines() if line.startswith("sleep 3141.59")]
+
+
+@pytest.mark.parametrize("has_walls", [True, False], ids=["walls", "no walls"])
+def test_an_archives_code_runs_behind_the_walls_of_a_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_walls: bool
+) -> None:
+    """Before it is written, and when it is verified; without the walls it gets all of it."""
+    monkeypatch.setenv("HUB_TOKEN", "of the user")
+    monkeypatch.setenv("MODELYARD_SANDBOX", str(int(has_walls)))
+    (tmp_path / "secret").write_text("of the user")
+    code = RED_TEAM.replace("PLACE", repr(str(tmp_path)))
+
+    path = echo(tmp_path / "in", code, "request.txt")
+
+    (tmp_path / "written").unlink(missing_ok=True)
+    with open_archive(path) as archive:
+        got = json.loads(archive.read("MAR-INF/golden/0.expected.json"))["answer"]
+    expected = "refused" if has_walls else "got"
+    assert {name: next(iter(each)) for name, each in got.items()} == dict.fromkeys(got, expected)
+    assert len(got) == 7
+    verified = CliRunner().invoke(verify_app, [str(path)])
+    assert verified.exit_code == 0, verified.output  # it gets the same again
+    assert (tmp_path / "written").exists() is not has_walls
+    assert _daemons() == []
+
+
+def test_requests_for_the_mean_reasons_are_read_behind_the_walls(tmp_path: Path) -> None:
+    """They lie outside of the archive."""
+    code = ECHO + "def explain(data, context):\n    return []\n"
+    (tmp_path / "rows.json").write_text("[1]")
+
+    said = problems(lambda: echo(tmp_path / "in", code, reference=tmp_path / "rows.json"))
+
+    assert "rows.json" in said[0] and "Permission" not in said[0], said
 
 
 def test_a_recorded_archive_has_the_same_bytes_again(tmp_path: Path) -> None:
@@ -282,7 +356,10 @@ def test_verify_prints_an_aligned_table(digits: Path) -> None:
     assert {line[10] != " " and line[9] == " " for line in table} == {True}
 
 
-def test_verify_without_running_runs_nothing(tmp_path: Path) -> None:
+def test_verify_without_running_runs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MODELYARD_SANDBOX", "0")  # else nothing of it is seen outside
     canary = tmp_path / "canary"
     path = echo(tmp_path / "in", f"open({str(canary)!r}, 'w')\n" + ECHO, dry_run=False)
 
