@@ -7,8 +7,8 @@ times may depend on each other as they like: of two equally fast versions each i
 as the other, and a slow period of both gives the lead to neither.
 
 Blocks are as long as it takes. Sums of 1, 2, 4, … pairs vary, by the pair, equally much as long as
-no slow period is longer than such a block, and more while one is. So the shortest blocks are taken
-that vary nearly as much as any longer ones. How much they vary is seen from neighbours, which a
+no slow period is longer than such a block, and more while one is. So blocks are taken of twice the
+length of the shortest that vary nearly as much as any longer ones. How much they vary is seen from neighbours, which a
 change for good sets apart once and slow periods each time.
 
 E. Carlstein, "The use of subseries values for estimating the variance of a general statistic from a
@@ -103,6 +103,7 @@ class Blocks:
         return found
 
     def _long_enough(self, variances: list[tuple[int, float, float]]) -> int:
+        """Return the level after the first that varies enough, which only few blocks may show."""
         most = max((least for _, _, least in variances), default=0.0)
         enough = (number for number, variance, _ in variances if _NEARLY * variance >= most)
         found = next(enough, SHORTEST)

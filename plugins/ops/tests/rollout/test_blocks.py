@@ -122,3 +122,36 @@ def test_a_level_changes_seldom_so_that_what_is_bet_on_does_not_choose_it() -> N
             changes.append(number)
             before = blocks.level
     assert changes and all(number & (number - 1) == 0 for number in changes)
+
+
+@pytest.mark.parametrize("count", [8, 10, 12])
+def test_how_much_blocks_vary_is_taken_from_neighbours_less_the_two_that_are_furthest_apart(
+    count: int,
+) -> None:
+    """Neighbours are 2 apart, and once 1; a variance is half of the mean square, by the pair."""
+    blocks = put(Blocks(), *[(0, 1), (1, 0)] * (count // 2 - 1), (0, 1), (0, 0))
+    known = count // 2 - 1
+    if known < 4:
+        assert blocks._variances() == []
+        return
+    variance = (4 * (known - 1) + 1) / known / 2
+    least = variance / (1 + 1.5 * (2 / known) ** 0.5)
+    assert blocks._variances() == [(0, pytest.approx(variance), pytest.approx(least))]
+
+
+@pytest.mark.parametrize(
+    ("variances", "level"),
+    [
+        ([], 4),
+        ([(0, 1.0, 0.8), (4, 1.0, 0.5)], 4),
+        ([(0, 1.0, 0.9), (4, 2.0, 1.8), (5, 3.0, 2.5), (6, 2.4, 2.0)], 6),
+        ([(4, 2.0, 1.9), (5, 3.0, 2.19)], 4),
+        ([(4, 2.0, 1.9), (5, 3.0, 2.21)], 6),
+        ([(3, 0.5, 0.4), (4, 0.7, 0.5)], 4),
+        ([(4, 0.0, 0.0)], 4),
+    ],
+)
+def test_the_shortest_blocks_are_taken_that_vary_as_much_and_then_the_next(
+    variances: list[tuple[int, float, float]], level: int
+) -> None:
+    assert Blocks()._long_enough(variances) == level
