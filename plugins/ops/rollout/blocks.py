@@ -8,8 +8,8 @@ as the other, and a slow period of both gives the lead to neither.
 
 Blocks are as long as it takes. Sums of 1, 2, 4, … pairs vary, by the pair, equally much as long as
 no slow period is longer than such a block, and more while one is. So blocks are taken of twice the
-length of the shortest that vary nearly as much as any longer ones. How much they vary is seen from neighbours, which a
-change for good sets apart once and slow periods each time.
+length of the shortest that vary nearly as much as any longer ones. How much they vary is seen from
+neighbours, which a change for good sets apart once and slow periods each time.
 
 E. Carlstein, "The use of subseries values for estimating the variance of a general statistic from a
 stationary sequence", Ann. Statist. 14 (1986).
