@@ -257,10 +257,10 @@ def test_a_retrained_model_is_judged_by_what_was_expected_of_it(
     server: LiveServer, bodies: list[bytes]
 ) -> None:
     """One label in a hundred is fine where 95 % are expected to agree; both numbers are shown."""
-    start(server, "wrong.mar", expect="labels=95%", rule="p99<=2")
+    start(server, "wrong.mar", expect="labels=95%", rule="p99<=100")
     with load(server, bodies) as clients:
         found = ended(server)
-    assert found["state"] == "default", found["judgement"]
+    assert found["state"] == "default", found["events"][-1]
     assert 0.97 < found["bounds"]["labels"]["estimate"] < 1
     assert found["bounds"]["disagreement"]["estimate"] > 0
     assert clients.count() == {200: len(clients.outcomes)}
