@@ -16,9 +16,10 @@ import psutil
 from modelyard.archiver.untrusted.names import SHARED_FOLDER
 from modelyard.serve.errors import StartError
 from modelyard.serve.settings import Settings
-from modelyard.serve.walls import places
+from modelyard.serve.walls import mounts, places
 from modelyard.serve.walls.measures import (
     LACKING,
+    UP,
     Measure,
     examine,
     reading_capability,
@@ -50,8 +51,10 @@ def check_machine(settings: Settings) -> list[Measure]:
     if lacking and settings.require_sandbox:
         reasons = "; ".join(f"{each.name}: {each.found}" for each in lacking)
         raise StartError(f"--require-sandbox: not every wall around workers stands: {reasons}")
-    for each in lacking:
-        logger.warning("workers have no wall for %s: %s", each.name, each.found)
+    for each in measures if settings.sandbox else ():
+        if each.status != UP:
+            level = logging.WARNING if each.status == LACKING else logging.INFO
+            logger.log(level, "workers have no wall for %s: %s", each.name, each.found)
     if not settings.sandbox:
         logger.warning("workers have no walls: an archive may do what the server may (sandbox)")
     return measures
@@ -63,6 +66,7 @@ class Sandbox:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._uids = settings.uids if why_one_user(settings.uids) is None else None
+        self._has_mounts = settings.sandbox and mounts.why_not() is None
         self._taken: dict[Path, int] = {}
         self._reads = (*places.readable(), *map(str, settings.read_paths))
         self._devices = tuple(places.devices())
@@ -98,6 +102,7 @@ class Sandbox:
             reads=(str(folder), *self._reads),
             writes=(*map(str, own), *map(str, self._settings.write_paths)),
             devices=self._devices,
+            has_mounts=self._has_mounts,
         )
         if uid is None:
             return walls

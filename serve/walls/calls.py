@@ -61,15 +61,31 @@ _DENIED = {
     "io_uring_setup": (425, 425),
     "io_uring_enter": (426, 426),
     "io_uring_register": (427, 427),
+    # Memory, semaphores and queues that everybody of a user shares. POSIX has its own, in /dev/shm.
+    "shmget": (29, 194),
+    "shmat": (30, 196),
+    "shmctl": (31, 195),
+    "semget": (64, 190),
+    "semop": (65, 193),
+    "semctl": (66, 191),
+    "semtimedop": (220, 192),
+    "msgget": (68, 186),
+    "msgsnd": (69, 189),
+    "msgrcv": (70, 188),
+    "msgctl": (71, 187),
+    "mq_open": (240, 180),
+    "mq_unlink": (241, 181),
 }
 """Name → number on each architecture."""
 _WATCHING = {"inotify_init": (253, -1), "inotify_init1": (294, 26), "inotify_add_watch": (254, 27)}
 """What names files that others make, whatever rights there are on them: refused, too."""
 _METADATA = {
     "chmod": (90, -1),
+    "fchmod": (91, 52),
     "fchmodat": (268, 53),
     "fchmodat2": (452, 452),
     "chown": (92, -1),
+    "fchown": (93, 55),
     "lchown": (94, -1),
     "fchownat": (260, 54),
     "utime": (132, -1),
@@ -78,14 +94,23 @@ _METADATA = {
     "utimensat": (280, 88),
     "setxattr": (188, 5),
     "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7),
     "setxattrat": (463, 463),
     "removexattr": (197, 14),
     "lremovexattr": (198, 15),
+    "fremovexattr": (199, 16),
     "removexattrat": (466, 466),
+    "file_setattr": (469, 469),
 }
-"""What changes a file by its path, which Landlock does not see: done without effect. Libraries copy
-modes and times with every file, and fail where that does. By a descriptor it is as it was: that was
-opened through Landlock."""
+"""What changes a file by its path, which Landlock does not see, or by a descriptor, which may be
+one for reading: done without effect. Libraries copy modes and times with every file, and fail
+where that does."""
+_IOCTL, _FCNTL = (16, 29), (72, 25)
+_OF_FILE_SYSTEMS = (0x66, 0x58, 0x76, 0x94)
+"""Groups of ioctl that do the same, and more: flags, projects, verity, snapshots. Refused as where
+a file system has none."""
+_LEASES = (1024, 1026)
+"""F_SETLEASE and F_NOTIFY of fcntl: others wait at a lease."""
 _AFFINITY = (203, 122)
 """sched_setaffinity of the caller; of any other without effect, since libraries pin threads."""
 _OF_ITSELF = {
@@ -135,8 +160,8 @@ def restrict(has_network: bool, has_metadata: bool = False) -> None:
 
     Args:
         has_network: whether sockets may be made; else there are but socket pairs.
-        has_metadata: whether modes, owners and times of files may be changed by their paths: the
-            process runs as a user of its own, or its files are left as they are.
+        has_metadata: whether modes, owners and times of files may be changed: what is not the
+            process's own refuses that by itself, or its files are left as they are.
 
     Raises:
         OSError: the kernel takes no filter.
@@ -160,8 +185,14 @@ def _program(machine: str, has_network: bool, has_metadata: bool, pid: int) -> P
     ]
     for numbers in (*_DENIED.values(), *_WATCHING.values()):
         program += _if(_IF_EQUAL, numbers[column], [_refuse()]) if numbers[column] >= 0 else []
-    for numbers in () if has_metadata else _METADATA.values():
-        program += _if(_IF_EQUAL, numbers[column], [_refuse(0)]) if numbers[column] >= 0 else []
+    if not has_metadata:
+        for numbers in _METADATA.values():
+            program += _if(_IF_EQUAL, numbers[column], [_refuse(0)]) if numbers[column] >= 0 else []
+        groups = _among((each << 8 for each in _OF_FILE_SYSTEMS), [_refuse(errno.ENOTTY)])
+        group = [_load_argument(1), _instruction(_AND, 0xFF00)]
+        program += _if(_IF_EQUAL, _IOCTL[column], [*group, *groups, _allow()])
+    leases = [_load_argument(1), *_among(_LEASES, [_refuse()]), _allow()]
+    program += _if(_IF_EQUAL, _FCNTL[column], leases)
     others = [_load_argument(0), *_among((0, pid), [_allow()]), _refuse(0)]
     program += _if(_IF_EQUAL, _AFFINITY[column], others)
     # Its flags lie in memory, where no filter looks; libraries then take `clone`.

@@ -13,7 +13,11 @@ PR_SET_KEEPCAPS = 8
 PR_SET_CHILD_SUBREAPER = 36
 PR_SET_NO_NEW_PRIVS = 38
 PR_CAP_AMBIENT = 47
+DAC_OVERRIDE, DAC_READ_SEARCH = 1, 2
 _CAPABILITY_VERSION = 0x20080522
+
+NEW_MOUNTS, NEW_USERS = 0x20000, 0x10000000
+_NOSUID_NODEV = 0b110
 
 USER_MAPS = (Path("/proc/self/uid_map"), Path("/proc/self/gid_map"))
 
@@ -38,6 +42,25 @@ def syscall(number: int, *arguments: object) -> int:
     """
     words = [ctypes.c_long(each) if isinstance(each, int) else each for each in arguments]
     return _checked(_libc.syscall(ctypes.c_long(number), *words), f"system call {number}")
+
+
+def unshare(namespaces: int) -> None:
+    """Leave these namespaces for new ones.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    _checked(_libc.unshare(namespaces), f"unshare({namespaces:#x})")
+
+
+def mount_tmpfs(folder: str, options: str) -> None:
+    """Mount an empty file system in memory.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    words = (b"tmpfs", folder.encode(), b"tmpfs", ctypes.c_ulong(_NOSUID_NODEV), options.encode())
+    _checked(_libc.mount(*words), f"mount({folder})")
 
 
 def capset(mask: int) -> None:

@@ -9,6 +9,7 @@ import ctypes
 import os
 import stat
 from collections.abc import Iterable
+from pathlib import Path
 
 from modelyard.serve.walls.kernel import syscall
 
@@ -21,7 +22,8 @@ REFER, TRUNCATE, IOCTL_DEV = 1 << 13, 1 << 14, 1 << 15
 MAKE_CHAR, MAKE_BLOCK = 1 << 6, 1 << 11
 _ALL = (1 << 16) - 1
 _OF_FILES = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEV
-_SINCE = {REFER: 2, TRUNCATE: 3, IOCTL_DEV: 5}
+TRUNCATE_SINCE = 3
+_SINCE = {REFER: 2, TRUNCATE: TRUNCATE_SINCE, IOCTL_DEV: 5}
 """Right → the version that brought it; all others came with the first."""
 
 READ = EXECUTE | READ_FILE | READ_DIR
@@ -56,7 +58,8 @@ def version() -> int:
 def restrict(rules: Iterable[tuple[str, int]] | None) -> None:
     """Give up what no rule grants; and, of what is outside, signals, memory and abstract sockets.
 
-    The thread that calls this must be the only one. no_new_privs must be set.
+    Descriptors stay open, for programs that this process becomes too: they keep rules that the
+    kernel would lose. The thread that calls this must be the only one. no_new_privs must be set.
 
     Args:
         rules: paths and what may be done with them and below; a path that cannot be reached
@@ -77,22 +80,29 @@ def restrict(rules: Iterable[tuple[str, int]] | None) -> None:
     descriptor = syscall(_CREATE_RULESET, ctypes.byref(ruleset), size, 0)
     try:
         # What no ruleset names is allowed, but for moving a file to another folder.
+        procfs = Path("/proc").stat().st_dev
         for path, rights in rules if rules is not None else (("/", REFER),):
-            _allow(descriptor, path, rights & handled)
+            _allow(descriptor, path, rights & handled, procfs)
         syscall(_RESTRICT_SELF, descriptor, 0)
     finally:
         os.close(descriptor)
 
 
-def _allow(ruleset: int, path: str, rights: int) -> None:
+def _allow(ruleset: int, path: str, rights: int, procfs: int) -> None:
     try:
         parent = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except OSError:  # what cannot be reached needs no right
         return
+    about = os.fstat(parent)
+    is_folder = stat.S_ISDIR(about.st_mode)
+    rule = _PathBeneath(rights if is_folder else rights & _OF_FILES, parent)
     try:
-        if not stat.S_ISDIR(os.fstat(parent).st_mode):
-            rights &= _OF_FILES
-        rule = _PathBeneath(rights, parent)
         syscall(_ADD_RULE, ruleset, _PATH_BENEATH, ctypes.byref(rule), 0)
     finally:
-        os.close(parent)
+        # A rule is one on an inode. procfs makes a new one when it was asked for the name again
+        # after the kernel needed memory, overlayfs for files with several names. What is open has
+        # its name kept.
+        if is_folder and about.st_dev != procfs:
+            os.close(parent)
+        else:
+            os.set_inheritable(parent, True)

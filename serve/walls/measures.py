@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from modelyard.serve.walls import calls, kernel, landlock, places, raising
+from modelyard.serve.walls import calls, kernel, landlock, mounts, places, raising
 
 UP, LACKING, OFF = "up", "lacking", "off"
-_CHOWN, _DAC_OVERRIDE, _DAC_READ_SEARCH, _KILL, _SETGID, _SETUID = 0, 1, 2, 5, 6, 7
-_READS_ALL = (_DAC_READ_SEARCH, _DAC_OVERRIDE)
+_CHOWN, _KILL, _SETGID, _SETUID = 0, 5, 6, 7
+_READS_ALL = (kernel.DAC_READ_SEARCH, kernel.DAC_OVERRIDE)
 """Capabilities with which a user of its own reads what the server's may, where Landlock lets it:
 archive and interpreter often lie in folders that are closed to others."""
 
 
 @dataclass(frozen=True)
 class Measure:
-    """One wall."""
+    """One wall: what a handler does not do, whatever that is made of."""
 
     name: str
     status: str
@@ -74,33 +74,56 @@ def why_one_user(uids: range) -> str | None:
 
 def _examine(state: Path, uids: range, reads: Iterable[str]) -> Iterator[Measure]:
     version, has_filter = landlock.version(), calls.is_supported()
-    kernel = f"Linux {platform.release()}"
+    no_mounts, one_user = mounts.why_not(), why_one_user(uids)
+    kernel_name = f"Linux {platform.release()}"
     yield Measure("environment", UP, "variables by a list of names")
     yield Measure("privileges", UP, "no capabilities, no way to new ones")
     yield Measure("limits", UP, f"no core files, {raising.MOST_FILES} open files")
-    lacking = f"{kernel} on {platform.machine()} takes no seccomp filter from this process"
-    for name, text in (("system calls", "seccomp"), ("network", "seccomp, for `network: none`")):
-        yield Measure(name, UP, text) if has_filter else Measure(name, LACKING, lacking)
+
+    no_filter = f"{kernel_name} on {platform.machine()} takes no seccomp filter from this process"
+    for name, text in (
+        ("system calls", "seccomp"),
+        ("network", "seccomp, for `network: none`"),
+        ("notification", "seccomp, without inotify and fanotify"),
+        ("affinity", "seccomp, of itself only"),
+    ):
+        yield Measure(name, *((UP, text) if has_filter else (LACKING, no_filter)))
+
     if not version:
-        lacking = f"{kernel} has no Landlock: it takes 5.13, and `lsm=landlock,…` at its start"
-        yield Measure("files", LACKING, lacking)
+        lacking = f"{kernel_name} has no Landlock: it takes 5.13, and `lsm=landlock,…` at its start"
     elif place := _who_reads(state, [*places.readable(), *reads]):
         lacking = f"the state folder {state} lies in {place}, which workers read: give another"
-        yield Measure("files", LACKING, lacking)
+    elif no_mounts and version < landlock.TRUNCATE_SINCE:
+        lacking = f"{kernel_name}: what may be read may be cut; it takes 6.2, or {no_mounts}"
     else:
-        yield Measure("files", UP, f"Landlock {version}")
-    reason = why_one_user(uids)
-    if version >= landlock.SCOPES_SINCE:
-        yield Measure("signals", UP, f"Landlock {version}")
-    elif reason is None:
-        yield Measure("signals", UP, "by the users of their own")
-    else:
-        lacking = f"{kernel}: workers of one user may end each other; it takes 6.12"
-        yield Measure("signals", LACKING, lacking)
-    if reason is None:
-        yield Measure("users", UP, f"one per model version, of {uids[0]}-{uids[-1]}")
-    else:
-        yield Measure("users", OFF if os.geteuid() or not uids else LACKING, reason)
+        lacking = ""
+    yield Measure("files", *((LACKING, lacking) if lacking else (UP, f"Landlock {version}")))
+
+    lacking = f"{kernel_name}: workers of one user may end each other; it takes 6.12"
+    yield _first("signals", lacking, {
+        f"Landlock {version}": version >= landlock.SCOPES_SINCE,
+        "users of their own": one_user is None,
+    })  # fmt: skip
+    yield _first("metadata", no_filter, {
+        "read-only mounts": no_mounts is None,
+        "users of their own": one_user is None and reading_capability() == kernel.DAC_READ_SEARCH,
+        "seccomp: modes, owners and times stay as files were made": has_filter,
+    })  # fmt: skip
+    lacking = (
+        f"versions share {places.SHARED_MEMORY}, for {no_mounts}: let the server make user "
+        "namespaces, or give each model a container"
+    )
+    yield _first("shared memory", lacking if has_filter else no_filter, {
+        f"a {places.SHARED_MEMORY} of their own": has_filter and no_mounts is None,
+    })  # fmt: skip
+    found = f"one per model version, of {uids[0]}-{uids[-1]}" if one_user is None else one_user
+    yield Measure("users", OFF if one_user else UP, found)
+
+
+def _first(name: str, lacking: str, means: Mapping[str, bool]) -> Measure:
+    """Return a wall by the first of its means that there is."""
+    text = next((text for text, is_there in means.items() if is_there), None)
+    return Measure(name, UP, text) if text else Measure(name, LACKING, lacking)
 
 
 def _who_reads(folder: Path, paths: Sequence[str]) -> str | None:

@@ -27,8 +27,8 @@ _ACCELERATORS = ("nvidia*", "kfd", "dri/render*", "infiniband/*")
 OWN = "/proc/self"
 """What the kernel shows of the process itself; not of others, and not of what it starts."""
 SHARED_MEMORY = "/dev/shm"
-"""Folder of semaphores and shared tensors. It may not be listed: names there are drawn at random,
-and who does not know one opens nothing of others."""
+"""Folder of semaphores and shared tensors; where mounts are its own, a process begins with an empty
+one."""
 
 
 def readable() -> list[str]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from modelyard.serve.walls import calls, kernel, landlock, places
+from modelyard.serve.walls import calls, kernel, landlock, mounts, places
 
 
 @dataclass(frozen=True)
@@ -22,13 +22,15 @@ class Walls:
     has_network: bool
     """Whether sockets may be made."""
     has_files: bool = False
-    """Whether files are left as they are: the next three mean nothing then."""
+    """Whether files are left as they are: the next four mean nothing then."""
     reads: tuple[str, ...] = ()
     """Folders and files that may be read."""
     writes: tuple[str, ...] = ()
     """What may be read and written."""
     devices: tuple[str, ...] = ()
     """Device files that may be used."""
+    has_mounts: bool = False
+    """Whether mounts are its own: what it may not write is read-only, and its /dev/shm is empty."""
     uid: int | None = None
     """User and group of the processes; None leaves them the server's."""
     groups: tuple[int, ...] = ()
@@ -79,12 +81,23 @@ def raise_walls(walls: Walls) -> None:
     if (threads := count_threads()) != 1:
         raise OSError(f"{threads} threads run where there must be one")
     _set_limits(walls)
+    if walls.has_mounts:
+        mounts.separate(walls.writes)
     _drop_privileges(walls)
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)  # `exec` brings no capability back
     if landlock.version():
         landlock.restrict(None if walls.has_files else _rules(walls))
     if calls.is_supported():
-        calls.restrict(walls.has_network, walls.has_files or walls.uid is not None)
+        calls.restrict(walls.has_network, _has_metadata(walls))
+
+
+def _has_metadata(walls: Walls) -> bool:
+    """Return whether files of others keep theirs without a filter.
+
+    A user of its own with CAP_DAC_OVERRIDE owns none of them, and may set times and labels.
+    """
+    is_other = walls.uid is not None and walls.capability == kernel.DAC_READ_SEARCH
+    return walls.has_files or walls.has_mounts or is_other
 
 
 def _set_limits(walls: Walls) -> None:
@@ -104,7 +117,8 @@ def _rules(walls: Walls) -> Iterator[tuple[str, int]]:
     yield from ((path, landlock.WRITE) for path in walls.writes)
     yield from ((path, landlock.DEVICE) for path in walls.devices)
     yield places.OWN, landlock.READ | landlock.WRITE_FILE
-    yield places.SHARED_MEMORY, landlock.WRITE & ~landlock.READ_DIR
+    hidden = 0 if walls.has_mounts else landlock.READ_DIR  # others' names, drawn at random
+    yield places.SHARED_MEMORY, landlock.WRITE & ~hidden
 
 
 def _drop_privileges(walls: Walls) -> None:

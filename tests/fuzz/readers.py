@@ -6,6 +6,7 @@ beside its refusals is a finding; so is a second reading that says something els
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import io
 import json
@@ -128,7 +129,9 @@ def all_readers() -> dict[str, Reader]:
 @cache
 def _scratch() -> Path:
     memory = Path("/dev/shm")
-    return Path(tempfile.mkdtemp(prefix="modelyard-fuzz-", dir=memory if memory.exists() else None))
+    made = tempfile.mkdtemp(prefix="modelyard-fuzz-", dir=memory if memory.exists() else None)
+    atexit.register(shutil.rmtree, made, ignore_errors=True)
+    return Path(made)
 
 
 def of_file(read: Callable[[Path], Any], name: str = "input") -> Callable[[bytes], object]:

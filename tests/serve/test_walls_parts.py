@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from modelyard.serve.walls import calls, landlock
+from modelyard.serve.walls import calls, landlock, mounts
+from tests.serve.walls.identities import IS_ROOT
 
 ALLOWED, REFUSED, DONE = 0x7FFF0000, 0x00050001, 0x00050000
 
@@ -69,6 +70,12 @@ def test_the_filter_judges_alike_on_both_architectures(machine: str) -> None:
     ):
         if numbers[column] >= 0:
             assert judge(machine, True, numbers[column]) == verdict
+    ioctl, fcntl = calls._IOCTL[column], calls._FCNTL[column]
+    for group in "fXv\x94":
+        assert judge(machine, True, ioctl, 3, 0x40080000 | ord(group) << 8 | 2) == 0x00050000 | 25
+    assert judge(machine, True, ioctl, 3, 0xC020462A) == ALLOWED  # a GPU's
+    assert [judge(machine, True, fcntl, 3, command) for command in (1, 1024, 1026)] == [
+        ALLOWED, REFUSED, REFUSED]  # fmt: skip
     affinity = calls._AFFINITY[column]
     assert [judge(machine, True, affinity, pid) for pid in (0, 77, 1)] == [ALLOWED, ALLOWED, DONE]
     clone, socket_ = calls._CLONE[column], calls._SOCKET[column]
@@ -114,7 +121,8 @@ def test_the_numbers_are_those_of_this_machine() -> None:
                 case ["#define", name, number] if number.isdigit():
                     there[name.removeprefix("__NR_").removeprefix("__NR3264_")] = int(number)
         others = {"clone": calls._CLONE, "clone3": calls._CLONE3, "socket": calls._SOCKET,
-                  "sched_setaffinity": calls._AFFINITY}  # fmt: skip
+                  "sched_setaffinity": calls._AFFINITY, "ioctl": calls._IOCTL,
+                  "fcntl": calls._FCNTL}  # fmt: skip
         known = calls._DENIED | calls._OF_ITSELF | calls._WATCHING | calls._METADATA | others
         for name, numbers in known.items():
             assert numbers[column[machine]] >= 0 or name not in there, name
@@ -130,57 +138,91 @@ def test_calls_since_linux_5_1_have_one_number_everywhere() -> None:
 
 
 METADATA = """
-import ctypes, os, sys
-from modelyard.serve.walls import calls, kernel
+import contextlib, ctypes, fcntl, os, sys
+from modelyard.serve.walls import calls, kernel, mounts
 folder, walls = sys.argv[1:]
-kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
 libc = ctypes.CDLL(None, use_errno=True)
+if walls == "mounts":
+    mounts.separate([f"{folder}/own"])
+kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
 if walls != "none":
-    calls.restrict(has_network=True, has_metadata=walls == "own user")
+    calls.restrict(has_network=True, has_metadata=walls != "seccomp")
 file = f"{folder}/file"
-os.chmod(file, 0o644)
-os.chmod(f"{folder}/closed", 0)
-os.utime(file, (1, 1))
-os.chown(file, 12345, 12345) if os.getuid() == 0 else None
-os.setxattr(file, "user.mark", b"1")
-watch = libc.inotify_init1(0)
-os.sched_setaffinity(os.getppid(), {min(os.sched_getaffinity(0))})
+reading = os.open(file, os.O_RDONLY)
+NODUMP = (0x40).to_bytes(8, "little")
+for name, change in {
+    "mode": lambda: os.chmod(file, 0o644),
+    "closed folder": lambda: os.chmod(f"{folder}/closed", 0),
+    "mode by descriptor": lambda: os.fchmod(reading, 0o604),
+    "time": lambda: os.utime(file, (1, 1)),
+    "time by descriptor": lambda: os.utime(reading, (2, 2)),
+    "owner": lambda: os.chown(file, -1, GROUP),
+    "label": lambda: os.setxattr(file, "user.mark", b"1"),
+    "label by descriptor": lambda: os.setxattr(reading, "user.other", b"1"),
+    "flags": lambda: fcntl.ioctl(reading, 0x40086602, NODUMP),
+    "lease": lambda: fcntl.fcntl(reading, fcntl.F_SETLEASE, fcntl.F_RDLCK),
+    "watch": lambda: None if libc.inotify_init1(0) >= 0 else 1 / 0,
+    "processors": lambda: os.sched_setaffinity(os.getppid(), {min(os.sched_getaffinity(0))}),
+}.items():
+    before = about(folder)
+    with contextlib.suppress(OSError, ZeroDivisionError):
+        change()
+        if name in ("lease", "watch") or about(folder) != before:
+            print(name)
 os.sched_setaffinity(0, os.sched_getaffinity(0))
-with open(f"{folder}/own", "w") as own:
+with open(f"{folder}/own/file", "w") as own:
     os.fchmod(own.fileno(), 0o600)
-print("watching" if watch >= 0 else "refused")
+    os.chmod(f"{folder}/own/file", os.fstat(own.fileno()).st_mode | 0o100)
+print(oct(os.stat(f"{folder}/own/file").st_mode)[-3:])
+"""
+ABOUT = """
+import fcntl, os
+GROUP = max(os.getgroups(), default=0) or 12345
+def about(folder):
+    with open(f"{folder}/file") as file:
+        there, here = os.fstat(file.fileno()), os.stat(f"{folder}/closed")
+        try:
+            flags = fcntl.ioctl(file, 0x80086601, bytes(8))
+        except OSError:
+            flags = b""
+        cpus = os.sched_getaffinity(os.getppid())
+        return (there.st_mode, there.st_mtime, there.st_gid, os.listxattr(file.fileno()), flags,
+                here.st_mode, cpus)
 """
 
 
-@pytest.mark.parametrize("walls", ["none", "own user", "the server's user"])
+@pytest.mark.parametrize("walls", ["none", "own user", "seccomp", "mounts"])
 def test_metadata_of_the_servers_user_are_behind_the_walls(tmp_path: Path, walls: str) -> None:
-    """A worker that is the server's user changes no mode, owner, time or label by a path."""
-    file, closed = tmp_path / "file", tmp_path / "closed"
-    file.touch(0o600)
-    closed.mkdir(0o700)
-    before, cpus = file.stat(), os.sched_getaffinity(0)
-    command = [sys.executable, "-P", "-c", METADATA, str(tmp_path), walls]
+    """A worker that is the server's user changes none by a path, nor by what it may but read."""
+    if walls == "mounts" and (reason := mounts.why_not()):
+        pytest.skip(reason)
+    (tmp_path / "file").touch(0o600)
+    (tmp_path / "closed").mkdir(0o700)
+    (tmp_path / "own").mkdir()
+    cpus = os.sched_getaffinity(0)
+    command = [sys.executable, "-P", "-c", ABOUT + METADATA, str(tmp_path), walls]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        after, here = file.stat(), os.sched_getaffinity(0)
+        done = subprocess.run(command, capture_output=True, text=True)
     finally:
         os.sched_setaffinity(0, cpus)
-    changed = [
-        name
-        for name, one, two in (
-            ("mode", before.st_mode, after.st_mode),
-            ("time", before.st_mtime, after.st_mtime),
-            ("owner", before.st_uid, after.st_uid),
-            ("labels", [], os.listxattr(file)),
-            ("folder", 0o700, closed.stat().st_mode & 0o777),
-        )
-        if one != two
-    ]
-    everything = ["mode", "time", *(["owner"] if os.getuid() == 0 else []), "labels", "folder"]
-    assert changed == ([] if walls == "the server's user" else everything)
-    assert done.stdout.split() == ["watching" if walls == "none" else "refused"]
-    assert (here == cpus) == (walls != "none" or len(cpus) == 1)
-    assert (tmp_path / "own").stat().st_mode & 0o777 == 0o600  # by its descriptor
+        (tmp_path / "closed").chmod(0o700)
+    assert done.returncode == 0, done.stderr
+    *changed, own = done.stdout.split("\n")[:-1]
+    metadata = {
+        "mode",
+        "closed folder",
+        "mode by descriptor",
+        "time",
+        "time by descriptor",
+        "label",
+    }
+    assert own == ("644" if walls == "seccomp" else "700")
+    if walls in ("none", "own user"):
+        assert metadata <= {*changed}
+        assert {"lease", "watch"} & {*changed} == ({"lease", "watch"} if walls == "none" else set())
+        assert ("processors" in changed) == (walls == "none" and len(cpus) > 1)
+    else:
+        assert changed == []
 
 
 def test_a_machine_whose_calls_are_not_known_has_no_filter(
@@ -284,7 +326,7 @@ for name, kind, device in (("null", stat.S_IFCHR, (1, 3)), ("ram", stat.S_IFBLK,
 """
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may make devices, walls or not")
+@pytest.mark.skipif(not IS_ROOT, reason="only root may make devices, walls or not")
 @pytest.mark.parametrize(("walls", "outcome"), [("walls", "refused"), ("none", "made")])
 def test_where_a_worker_may_write_it_makes_no_device(
     tmp_path: Path, walls: str, outcome: str

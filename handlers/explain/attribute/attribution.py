@@ -1,6 +1,7 @@
 """Integrated gradients: one output as a function of the inputs → each value's share in it."""
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -8,7 +9,6 @@ from functools import cached_property
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
-import psutil
 import torch
 from torch import Tensor
 
@@ -475,10 +475,14 @@ def gradient_rows(artifact: Artifact, forward: ForwardFunction, inputs: Tensors)
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the memory that a computation on `device` can still get."""
+    """Return the memory that a computation on `device` can still get, at least.
+
+    Of the machine's, what files fill is not counted. Asked of the kernel (sysinfo), for a file of
+    procfs may be gone behind a worker's walls.
+    """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    available: int = psutil.virtual_memory().available
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with contextlib.suppress(OSError, ValueError):  # no cgroup v2, or its limit is "max"
         limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text("ascii"))
                        for name in ("max", "current"))  # fmt: skip

@@ -38,7 +38,7 @@ def act(body, context):
 def describe(context):
     me = os.getpid()
     descriptors = [os.readlink(file) for file in Path("/proc/self/fd").iterdir() if file.exists()]
-    kinds = sorted(re.sub(r"\[\d+\]$", "", each) for each in descriptors)
+    kinds = sorted(re.sub(r"\[\d+\]$", "", each).replace(f"/{me}", "/self") for each in descriptors)
     return {
         "pid": me,
         "imported_by": IMPORTED_BY,

@@ -1,0 +1,83 @@
+"""Mounts of a process's own: it writes where it was told to, and its /dev/shm starts empty.
+
+Modes, owners and times are what Landlock does not see; a mount that is read-only keeps them all,
+by whatever call, path or descriptor they are asked for.
+
+Source: mount_namespaces(7), user_namespaces(7), mount_setattr(2)
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import struct
+import subprocess
+import sys
+from collections.abc import Collection
+from pathlib import Path
+
+from modelyard.serve.walls import kernel, places
+
+_OPEN_TREE, _MOVE_MOUNT, _MOUNT_SETATTR = 428, 429, 442  # on every architecture
+_HERE = -100
+_CLONE, _RECURSIVE, _FROM_DESCRIPTOR = 1, 0x8000, 4
+_RDONLY, _SLAVE = 1, 1 << 19
+_PROCFS = "/proc"
+
+
+def separate(writes: Collection[str]) -> None:
+    """Give this process mounts of its own. The thread that calls this must be the only one.
+
+    Who may not have them gets a user namespace, too, in which it keeps its number and has every
+    capability: the caller drops them.
+
+    Args:
+        writes: what stays writable; a path that is not there is left out.
+
+    Raises:
+        OSError: the kernel, or what rules over it, refuses; some of it may be done.
+    """
+    _enter()
+    _set("/", 0, _SLAVE)  # nothing that follows is seen outside
+    trees = [(_clone(path), path) for path in (_PROCFS, *filter(os.path.exists, writes))]
+    _set("/", 0 if "/" in writes else _RDONLY, 0)
+    for tree, path in trees:  # as they were
+        kernel.syscall(_MOVE_MOUNT, tree, b"", _HERE, os.fsencode(path), _FROM_DESCRIPTOR)
+        os.close(tree)
+    if Path(places.SHARED_MEMORY).is_dir():
+        about = os.statvfs(places.SHARED_MEMORY)
+        size = about.f_blocks * about.f_frsize
+        kernel.mount_tmpfs(places.SHARED_MEMORY, f"size={size},mode=1777")
+
+
+@functools.cache
+def why_not() -> str | None:
+    """Return why a process of this user gets none, or None. Starts one that tries."""
+    code = f"from {__name__} import separate; separate(())"
+    command = [sys.executable, "-P", "-c", code]
+    try:
+        ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    except (OSError, subprocess.SubprocessError) as error:
+        return str(error)
+    return ran.stderr.strip().rpartition("\n")[2] if ran.returncode else None
+
+
+def _enter() -> None:
+    uid, gid = os.geteuid(), os.getegid()
+    try:
+        kernel.unshare(kernel.NEW_MOUNTS)
+    except PermissionError:
+        kernel.unshare(kernel.NEW_MOUNTS | kernel.NEW_USERS)
+        Path("/proc/self/setgroups").write_text("deny", encoding="ascii")
+        Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1", encoding="ascii")
+        Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1", encoding="ascii")
+
+
+def _clone(path: str) -> int:
+    flags = _CLONE | _RECURSIVE | os.O_CLOEXEC
+    return kernel.syscall(_OPEN_TREE, _HERE, os.fsencode(path), flags)
+
+
+def _set(path: str, attributes: int, propagation: int) -> None:
+    about = struct.pack("4Q", attributes, 0, propagation, 0)
+    kernel.syscall(_MOUNT_SETATTR, _HERE, path.encode(), _RECURSIVE, about, len(about))
