@@ -97,15 +97,13 @@ class Lifecycle:
         Raises:
             ArchiveError, ServeError.
         """
-        file, is_fetched = await self.policy.locate(spec.location)
+        is_fetched = False
         try:
+            file, is_fetched = await self.policy.locate(spec.location)
             # What nobody trusted has signed is not written.
             unpacked = None if self._settings.require_signature else self.policy.state.unpacked
             archive = await asyncio.to_thread(
-                open_archive,
-                file,
-                needs_manifest=self.policy.needs_manifest,
-                staging=unpacked,
+                open_archive, file, needs_manifest=self.policy.needs_manifest, staging=unpacked
             )
             with archive:
                 if check is not None:

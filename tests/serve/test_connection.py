@@ -556,7 +556,7 @@ def test_each_answer_has_a_line() -> None:
         ("GET", "/e?a=b", 200, 11), ("GET", "/%63hunks", 200, 6), ("POST", "/e", 200, 100_008),
         ("POST", "/e", 400, 12), ("GET", "/wait", LEFT, 0),
     ]  # fmt: skip
-    assert all(0 <= each.seconds < 60 for each in served.log)
+    assert all(each.seconds >= 0 for each in served.log)
 
 
 def test_what_lay_in_the_kernel_has_waited() -> None:

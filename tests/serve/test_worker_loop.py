@@ -525,6 +525,7 @@ def test_as_many_chunks_as_requests_are_expected() -> None:
         (b"[1.0, [2.0005]]", {"answer": [1, [2.0]]}),
         (b'{"a": 1, "b": "x"}', {"answer": {"b": "x", "a": 1.0}}),
         (b"null", {"answer": None}),
+        (b"\x89PNG\xff", {"answer": "\\x89PNG\\xff"}),
     ],
 )
 def test_an_answer_within_the_tolerance_agrees(body: bytes, expected: dict[str, Any]) -> None:
@@ -544,6 +545,7 @@ def test_an_answer_within_the_tolerance_agrees(body: bytes, expected: dict[str, 
         (b'"x"', {"answer": 1}, "answer: expected 1, got 'x'"),
         (b"true", {"answer": 1}, "answer: expected 1, got True"),
         (b"NaN", {"answer": 1.0}, "answer: expected 1.0, got nan"),
+        (b"\xff", {"answer": "\\xfe"}, r"answer: expected '\\xfe', got '\\xff'"),
     ],
 )
 def test_an_answer_that_differs_is_described(

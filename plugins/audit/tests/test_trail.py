@@ -61,6 +61,7 @@ def test_who_did_what_on_what_evidence_stands_in_a_chain_that_survives_kills(
         assert server.register(one).status_code == 200
         (store / "torn.mar").write_bytes((store / one).read_bytes()[:900])
         assert alice.post("/models", params={"url": "torn.mar"}).status_code == 400
+        assert alice.post("/models", params={"url": "absent.mar"}).status_code == 404
         scaled = alice.put("/models/rolled", params={"min_worker": 2, "synchronous": True})
         assert scaled.status_code == 200
         plan = {"url": two, "shadow": "100", "canary": "50", "rule": "least 5"}
@@ -83,6 +84,7 @@ def test_who_did_what_on_what_evidence_stands_in_a_chain_that_survives_kills(
         ("the server", "started", None, None),
         ("serve-management", "registered", "rolled", "1.0"),
         ("alice", "not registered", "torn.mar", None),
+        ("alice", "not registered", "absent.mar", None),
         ("alice", "scaled", "rolled", "1.0"),
         ("alice", "registered", "rolled", "2.0"),
         ("alice", "roll-out begun", "rolled", "2.0"),

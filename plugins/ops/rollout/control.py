@@ -386,7 +386,7 @@ class Rollouts:
                     rollout.record.label, record.label, why)  # fmt: skip
 
     def _tell(self, rollout: Rollout, why: str) -> None:
-        """Tell who wants to know of a new state, and on what evidence it stands."""
+        """Report a new state with its evidence, to the audit trail and all who listen."""
         record = rollout.record
         found = rollout.trial.to_json() if rollout.trial is not None else rollout.found
         versions = {"candidate": vars(record.candidate), "live": vars(record.live)}

@@ -1,11 +1,11 @@
 """What a candidate must show before it answers clients, and whether it has shown it.
 
-A judge looks again and again while traffic comes, and who looks often enough sees what he hopes
-for. So all that is judged here is judged by evidence that holds at any time (`evidence`): of each
-part of a rule, a candidate that is worse than it allows is ever judged to keep to it with a chance
-of at most one minus the rule's confidence, and one that keeps to all parts is ever refused with the
-same chance at most, which the parts share. Beside these tests, which never forget, a detector of
-each part sees a candidate that becomes worse later.
+A judge looks again and again while traffic comes, and whoever looks often enough finds what he
+hopes for. So evidence is used that holds at any time (`evidence`). For each part of a rule, the
+chance that a candidate which is worse than the part allows ever passes it is at most one minus the
+rule's confidence, and so is the chance that a candidate which keeps to the part is ever refused for
+it. These tests weigh everything that was seen; beside each, a detector of changes finds a candidate
+that becomes worse later. Times are judged in blocks of requests (`blocks`).
 
 Both versions are measured on the same requests. What the live version's answer differs in from its
 own second answer to a request is no fault of the candidate's.
@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 from modelyard.plugins.ops.rollout import evidence
 from modelyard.plugins.ops.rollout.answers import Comparison, Verdict
+from modelyard.plugins.ops.rollout.blocks import Blocks
 from modelyard.plugins.ops.rollout.evidence import Bound, Cells, Drift, Span
 from modelyard.serve.dataplane.metrics import Histogram
 from modelyard.serve.errors import BadRequest
@@ -209,12 +210,14 @@ class Tally:
     answer differs and whether the second one does."""
     failures: Counter[float] = field(default_factory=Counter)
     """Requests at which only the candidate failed (1), only the live version (-1), or else (0)."""
-    slower: Counter[float] = field(default_factory=Counter)
-    """Requests for which the candidate took longer than the live version, times the limit of p50
-    (1), or did not (0)."""
-    tail: Counter[float] = field(default_factory=Counter)
-    """Requests by whether the candidate took longer than the live version's 99th percentile, times
-    the limit of p99, less whether the live version took longer than that percentile."""
+    slower: Blocks = field(default_factory=Blocks)
+    """Requests for which the candidate took longer than the live version, times the limit of p50,
+    or did not."""
+    tail: Blocks = field(default_factory=Blocks)
+    """Requests for which the candidate took longer than the live version's 99th percentile, times
+    the limit of p99, or the live version longer than that percentile."""
+    timings: int = 0
+    """How many times were measured on both sides."""
     live: Side = field(default_factory=Side)
     candidate: Side = field(default_factory=Side)
     again: Check = field(default_factory=lambda: Check(
@@ -283,13 +286,14 @@ class Tally:
         """Count how long both handlers took, of one request or of two at the same time."""
         self.live.times.observe(live_s)
         self.candidate.times.observe(candidate_s)
-        self.slower[candidate_s > self.rule.p50 * live_s] += 1
+        is_slower = candidate_s > self.rule.p50 * live_s
+        self.slower.put(not is_slower, is_slower)
         live_s, candidate_s = (
             each * random.uniform(1, 1 + _DITHER) for each in (live_s, candidate_s)
         )
-        is_late = candidate_s > self.rule.p99 * self._tail_s
-        self.tail[is_late - (live_s > self._tail_s)] += 1
+        self.tail.put(live_s > self._tail_s, candidate_s > self.rule.p99 * self._tail_s)
         self._latest.append(live_s)
+        self.timings += 1
         if self.timings % _TAIL_EVERY == 0 and self.timings >= FEW_PAIRS:
             self._tail_s = sorted(self._latest)[int(0.99 * len(self._latest))]
 
@@ -301,9 +305,15 @@ class Tally:
         return cells
 
     @property
-    def timings(self) -> int:
-        """How many times were measured on both sides."""
-        return self.slower.total()
+    def level(self) -> int:
+        """Level of the blocks of times that are bet on."""
+        return max(self.slower.level, self.tail.level)
+
+    def begin_times(self) -> None:
+        """Judge no time that was measured so far; how long blocks have to be stays known."""
+        self.timings = 0
+        self.slower.begin()
+        self.tail.begin()
 
     @property
     def compared(self) -> int:
@@ -350,8 +360,11 @@ class Way(NamedTuple):
     chance: float
     """Part of the chance of being wrong that it may use."""
     floor: tuple[int, int, float] | None = None
-    """What comes to the limit, as it is no fault of the candidate's: count and total of a share,
-    times a factor; its upper bound, which uses as much of that chance."""
+    """Count and total of a share, and a factor. The share's upper bound times the factor is added
+    to the limit, since the candidate is not to blame for it; the bound uses as much chance again.
+    """
+    level: int = 0
+    """Level of the blocks that the values are of."""
 
     def is_shown(self, alpha: float, is_above: bool, more: int = 0) -> bool:
         """Return whether the mean is shown to be above the limit, or below.
@@ -413,11 +426,12 @@ def parts_of(rule: Rule, tally: Tally) -> Iterator[Part]:
     floor = live.failed, live.total, 1.0
     failed = Way(_counts(own.failed, own.total), rule.failures, (0, 1), 0.35, floor)
     yield Part("failures", (pairs._replace(chance=1),), (pairs, failed))
+    level = tally.level
     if rule.p50 < math.inf:
-        p50 = Way(tally.slower, 0.5, (0, 1), 1)
+        p50 = Way(tally.slower.cells(level), 0.0, (-1, 1), 1, level=level)
         yield Part("p50", (p50,), (p50,))
     if rule.p99 < math.inf:
-        p99 = Way(tally.tail, 0.0, (-1, 1), 1)
+        p99 = Way(tally.tail.cells(level), 0.0, (-1, 1), 1, level=level)
         yield Part("p99", (p99,), (p99._replace(chance=0.5),))
 
 
@@ -431,14 +445,15 @@ def bounds_of(tally: Tally, alpha: float) -> dict[str, Bound]:
     differs, noise = share(tally.differs, n, alpha), share(tally.noise_differs, tally.noise, alpha)
     excess, all_of_them = tally.excess(1), share(tally.differs, n, 0.6 * alpha)
     low, high = bound(excess, (-1, 1), 0.4 * alpha)[1:]
+    slower = bound(tally.slower.cells(tally.level), (-1, 1), alpha)
     return {
         "disagreement": differs,
         "noise": noise,
         "excess": Bound(differs.estimate - noise.estimate, low, min(high, all_of_them.high)),
         "failures": bound(tally.failures, (-1, 1), alpha),
         "labels": share(tally.labels_agree, n, alpha),
-        "p50": bound(tally.slower, (0, 1), alpha),
-        "p99": bound(tally.tail, (-1, 1), alpha),
+        "p50": Bound(*((1 + each) / 2 for each in slower)),
+        "p99": bound(tally.tail.cells(tally.level), (-1, 1), alpha),
     }
 
 
@@ -456,7 +471,8 @@ class Judge:
         self._alpha = 1 - rule.confidence
         self._kept: set[str] = set()
         """Parts that were shown to be kept."""
-        self._drifts: defaultdict[tuple[str, int], Drift] = defaultdict(Drift)
+        self._drifts: defaultdict[tuple[str, int, int], Drift] = defaultdict(Drift)
+        """Part, number of a way and level of its blocks → what sees it change."""
         self._decided: Judgement | None = None
 
     def look(self, tally: Tally) -> Judgement:
@@ -483,7 +499,8 @@ class Judge:
         found = False
         for place, way in enumerate(part.broken):
             way = way.with_floor(self._alpha)
-            has_changed = self._drifts[part.name, place].look(way.cells, way.limit, way.span)
+            drift = self._drifts[part.name, place, way.level]
+            has_changed = drift.look(way.cells, way.limit, way.span)
             found |= has_changed or way.is_shown(self._alpha, True)
         return found
 
@@ -556,6 +573,7 @@ def _describe(name: str, rule: Rule, tally: Tally, bounds: dict[str, Bound]) -> 
         f"{_percent(rule.failures)}",
         "p50": f"p50: the candidate takes more than {rule.p50:g} times as long at {ends} of the "
         f"requests, of {tally.timings} timed; expected less than half",
-        "p99": f"p99: {ends} more of the requests take the candidate longer than {rule.p99:g} "
-        f"times the live version's p99, of {tally.timings} timed; expected fewer",
+        "p99": f"p99: of the longest times in each {2**tally.level} requests, {ends} more are the "
+        f"candidate's, at {rule.p99:g} times the live version's p99, of {tally.timings} timed; "
+        "expected fewer",
     }[name]

@@ -103,7 +103,7 @@ class Trial:
         if is_canary:
             tally = replace(self._tally, live=tally.live, candidate=tally.candidate)
         if not self._is_canary:
-            tally.slower, tally.tail = Counter(), Counter()
+            tally.begin_times()
             self._cold = WARM_UP if is_canary else 0
         self._tally = tally
         self._judge = Judge(self._rule, is_canary)

@@ -161,7 +161,7 @@ def test_a_version_goes_from_shadow_to_default_and_back(shared_server: LiveServe
     done(verb(server, url=two, shadow="0", canary="50"), "candidate")
     done(verb(server, "promote", force=True), "canary")
     found = ask_until(server, lambda about: about["latency"]["candidate"]["p50"], "it is timed")
-    assert 0 < found["latency"]["live"]["p50"] < 1
+    assert all(side["p50"] > 0 for side in found["latency"].values())
     assert found["compared"] == 0
     done(verb(server, "back"), "returned")
     done(verb(server, "abort"), "aborted")
