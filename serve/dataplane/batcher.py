@@ -95,8 +95,9 @@ class Batcher:
 
     @property
     def remaining(self) -> int:
-        """Rows that the queue still takes of the class that most requests are of."""
-        return max(0, self._run.queue_size - self._queue.held(NORMAL) - self._engine.handed_over())
+        """Requests of a row that the queue still takes of the class that most are of."""
+        waiting = self._queue.held(NORMAL, 1) + self._engine.handed_over()
+        return max(0, self._run.queue_size - waiting)
 
     @property
     def queued_by_class(self) -> tuple[int, ...]:
@@ -163,7 +164,7 @@ class Batcher:
                 raise self._too_late(timeout_s, excess_s)
 
     def _is_full(self, rows: int, priority: int) -> bool:
-        waiting = self._queue.held(priority) + self._engine.handed_over()
+        waiting = self._queue.held(priority, rows) + self._engine.handed_over()
         return waiting > 0 and waiting + rows > self._run.queue_size
 
     def _tell_classes_apart(self, normal: Line) -> None:

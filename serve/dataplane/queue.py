@@ -144,9 +144,12 @@ class Line(deque[Call]):
                 before -= job.rows
         return before
 
-    def held(self, priority: int) -> int:
-        """Return how many rows of a class wait."""
-        return self.rows
+    def held(self, priority: int, rows: int) -> int:
+        """Return how much of a class waits, as a job of so many rows counts it: in rows.
+
+        One of a single row counts jobs: who sends many rows at once keeps nobody else out.
+        """
+        return self.rows if rows > 1 else len(self)
 
     def sift(self, is_gone: IsGone, most: int | None = None) -> bool:
         """Take out jobs that need no answer any more, and return whether there were any.
@@ -235,9 +238,9 @@ class Classes:
         """Do as `Line.sift` with each class."""
         return any([line.sift(is_gone, most) for line in self.lines])
 
-    def held(self, priority: int) -> int:
-        """Return how many rows of a class wait."""
-        return self.lines[priority].rows
+    def held(self, priority: int, rows: int) -> int:
+        """Return what `Line.held` does."""
+        return self.lines[priority].held(priority, rows)
 
     def rows_before(self, priority: int, arrived_at: float, timeout_s: float, rows: int) -> int:
         """Return what `Line.rows_before` does, as far as that can be known.

@@ -502,6 +502,21 @@ def test_an_idle_replica_takes_one_job_however_late_it_is_expected() -> None:
     asyncio.run(scenario())
 
 
+def test_who_sends_many_rows_keeps_no_other_client_out() -> None:
+    async def scenario() -> None:
+        batcher = make(Engine(), queue_size=3)
+        submit(batcher, job(0, rows=100, length=100))  # nothing waits: one of any number
+        with pytest.raises(QueueFull):
+            submit(batcher, job(1, rows=2, length=2))
+        for at in (2, 3):
+            submit(batcher, job(at))
+        with pytest.raises(QueueFull):  # three requests wait
+            submit(batcher, job(4))
+        assert batcher.waiting == 102
+
+    asyncio.run(scenario())
+
+
 def test_a_full_queue_is_counted_as_such() -> None:
     async def scenario() -> None:
         metrics = Metrics()
@@ -642,15 +657,15 @@ def test_a_request_of_several_rows_counts_as_so_many() -> None:
         engine = Engine(0)
         batcher = make(engine, queue_size=10)
         futures = [submit(batcher, job(0, rows=12, length=12))]  # nothing waits
-        assert (batcher.waiting, batcher.remaining) == (12, 0)
+        assert (batcher.waiting, batcher.remaining) == (12, 9)
         with pytest.raises(QueueFull):
-            submit(batcher, job(1))
+            submit(batcher, job(1, rows=2, length=2))
         engine.replicas[0].free = 8
         batcher.pump()  # longer than a batch: by itself
         assert engine.replicas[0].batches == [[0]]
         engine.replicas[0].free = 0
         futures += [submit(batcher, job(at, rows=3, length=3)) for at in (2, 3, 4)]
-        assert (batcher.queued, batcher.remaining) == (9, 1)
+        assert (batcher.queued, batcher.remaining) == (9, 7)
         with pytest.raises(QueueFull):
             submit(batcher, job(5, rows=2, length=2))
         futures.append(submit(batcher, job(6)))

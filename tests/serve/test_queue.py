@@ -168,10 +168,10 @@ def test_what_is_expected_before_a_job_comes_true(loads: tuple[float, ...], own:
     while at < len(arrivals) or queue:
         now = served / per_s
         while at < len(arrivals) and arrivals[at][0] <= now:
-            if queue.held(arrivals[at][1]) < 150:
+            if queue.held(arrivals[at][1], 2) < 150:
                 queue.append(job(arrivals[at][1], now=now))
             at += 1
-        if served % 300 == 299 and not queue.held(own):
+        if served % 300 == 299 and not queue.held(own, 2):
             for _ in range(20):
                 queue.append(job(own, now=now))
             last = job(own, now=now)
