@@ -541,7 +541,7 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Parse, or put it off where this turn of the loop has no more time for clients."""
         if self.phase == ENDING:  # it is only read so that the client can read its last answer
-            if len(data) > SLICE_BYTES:
+            if len(data) > SLICE_BYTES and not self.turns.has_time():
                 self.pause_reading()
                 self._leave()
             return
