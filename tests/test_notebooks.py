@@ -48,6 +48,7 @@ def run_cells(cells: list[str], folder: Path) -> list[list[Any]]:
     return shown
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_export", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_the_cells_run_and_an_explanation_shows_itself(
     with_export: bool, digits_artifacts: dict[str, Path], tmp_path: Path

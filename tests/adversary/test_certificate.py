@@ -170,7 +170,7 @@ def _try(files: Files, name: str, change: Change, folder: Path, is_wrong: bool) 
     return Row("certificate", name if is_wrong else f"{name}: {said}", is_wrong, bool(said))
 
 
-PARTS = 6
+PARTS = 18
 """A part of the rows runs by day, all of them at night."""
 
 

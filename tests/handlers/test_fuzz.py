@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-SEED, PROGRAMS = 0, 120
+SEED, PROGRAMS = 0, 50
 NIGHT_S = int(os.environ.get("MODELYARD_FUZZ_SECONDS", "600"))
 """How long each generator runs at night."""
 

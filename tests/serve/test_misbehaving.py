@@ -343,7 +343,7 @@ def test_a_handler_that_closes_its_output_goes_on(
     assert ask(server, "sick", "after").status == 200
     assert server.restarts("sick") == before
     # The server closed its end of that output; what comes after is counted with one again.
-    check_error(ask(server, "sick", "kill_itself"), *ENDS["kill_itself"])
+    check_error(ask(server, f"sick?{misdeed}", "kill_itself"), *ENDS["kill_itself"])
     poll(lambda: server.restarts("sick") == before + 2, "it was tried once more, alone")
 
 

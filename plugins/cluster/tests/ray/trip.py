@@ -50,7 +50,7 @@ def serve_run(*arguments: str) -> Iterator[None]:
         yield
     finally:
         process.send_signal(signal.SIGINT)
-        process.wait(90)
+        process.wait(240)
 
 
 def is_ready() -> bool:
