@@ -59,6 +59,7 @@ def server(shared_server: LiveServer, tmp_path_factory: pytest.TempPathFactory) 
         handler=f"{folder / 'handler.py'}:Editing",
         output_dir=shared_server.store,
         dry_run=False,
+        force=True,  # core's tests, in the same process, have left theirs
     )
     return shared_server
 
