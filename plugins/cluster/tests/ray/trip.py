@@ -50,7 +50,7 @@ def serve_run(*arguments: str) -> Iterator[None]:
         yield
     finally:
         process.send_signal(signal.SIGINT)
-        process.wait(240)
+        process.wait(90)
 
 
 def is_ready() -> bool:
@@ -129,6 +129,8 @@ def kill_a_server() -> None:
 
 
 def main(store: Path) -> None:
+    # Ctrl-C is ignored by what a shell has started in the background, and by its children.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     tokens = Path("tokens.txt").absolute()
     made = subprocess.run(
         [
