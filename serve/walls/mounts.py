@@ -28,8 +28,8 @@ _PROCFS = "/proc"
 def separate(writes: Collection[str]) -> None:
     """Give this process mounts of its own. The thread that calls this must be the only one.
 
-    Who may not have them gets a user namespace, too, in which it keeps its number and has every
-    capability: the caller drops them.
+    A process that may not have them gets a user namespace too, in which it keeps its number and has
+    every capability: the caller drops them.
 
     Args:
         writes: what stays writable; a path that is not there is left out.
@@ -52,7 +52,7 @@ def separate(writes: Collection[str]) -> None:
 
 @functools.cache
 def why_not() -> str | None:
-    """Return why a process of this user gets none, or None. Starts one that tries."""
+    """Return why a process of this user cannot have them, or None; it starts one that tries."""
     code = f"from {__name__} import separate; separate(())"
     command = [sys.executable, "-P", "-c", code]
     try:

@@ -163,7 +163,7 @@ def _json_difference(*args: Any) -> str | None:
 def value_of(answer: Answer) -> Any:
     """Return what golden answers are compared by: the answer's JSON value, else its text.
 
-    Of what is no text each byte is written out: two pictures are not the same for their length.
+    Bytes that are not text are written out, so that two pictures of one length differ.
     """
     text = answer.body.decode("utf-8", "backslashreplace")
     try:

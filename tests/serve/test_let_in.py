@@ -22,7 +22,7 @@ WRONG = (
     "Bearer abcd1234", "bearer abcd1234", "Bearer", "", "abcd1234", "Basic YWJjZDoxMjM0",
     "Token abcd1234",
 )  # fmt: skip
-"""Values of `Authorization` that are no token of any server."""
+"""Values of `Authorization` that are not a token of any server."""
 PROXIED = (*sorted(name.decode() for name in PROXIES), "x-forwarded-for", "X-Forwarded-Whatever")
 """Headers of proxies."""
 SPELLED = (
