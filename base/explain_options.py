@@ -81,6 +81,9 @@ EXPLAIN_OPTIONS: Mapping[str, Option] = {
         "that was sent, or numbers in NumPy's file format. The Accept header asks for them too.",
         ("json", "png", "html", "overlay", "npy"),
     ),
+    "regions": Option(
+        bool, "`false` answers each pixel of a photograph, in place of sums over its regions."
+    ),
     "errors": Option(bool, "`true` adds how far off each value may be."),
     "check": Option(
         bool, "`true` says how far the output falls without the top tenth of the features."

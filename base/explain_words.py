@@ -106,6 +106,8 @@ def notes(answer: Answer, sums: tuple[float, float], thing: str, unsure: float =
         unsure: share of all sizes that is below its own error, and drawn pale.
     """
     found = list(answer.get("warnings", ()))
+    if (regions := answer.get("regions")) and regions["strongest"]:
+        found.insert(0, strongest(regions))
     if check := answer.get("check"):
         found.append(check["summary"])
     if not any(sums):
@@ -119,6 +121,17 @@ def notes(answer: Answer, sums: tuple[float, float], thing: str, unsure: float =
     if unsure >= PALE_FROM:
         found.append(f"pale is what is below its own error: {percent(unsure)} of all")
     return found
+
+
+def strongest(regions: Mapping[str, Any]) -> str:
+    """Return which regions weigh most, by number and place."""
+    named = "; ".join(
+        f"{at}. {each['place']} {signed(each['value'])}"
+        + ("" if each["error"] is None else f" ± {number(each['error'])}")
+        + f", {percent(each['share'])} of all"
+        for at, each in enumerate(regions["strongest"], 1)
+    )
+    return f"strongest of {regions['count']} regions: {named}"
 
 
 def method(answer: Answer) -> str:

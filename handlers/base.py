@@ -448,6 +448,20 @@ class BaseHandler:
         """Return further fields of request `index`'s answer; attributions are aggregated."""
         return {}
 
+    def regions(
+        self, index: int, inputs: Tensors, explanation: Explanation
+    ) -> dict[str, Any] | None:
+        """Return the field `regions` of request `index`'s answer, in place of `attributions`.
+
+        None where there is none, as of all but photographs.
+
+        Raises:
+            BadInput: they are asked for where there are none.
+        """
+        if explanation.options.regions:
+            raise BadInput("regions is true; expected false: only pictures have regions")
+        return None
+
     def warnings(self, index: int) -> tuple[str, ...]:
         """Return what the reader of request `index`'s explanation has to know; a sentence each."""
         return ()

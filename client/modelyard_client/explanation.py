@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 class Explanation:
     """What made a model answer as it did."""
 
-    attributions: Attributions
+    attributions: Attributions | None
+    """None of a photograph, which is answered by `regions` unless `regions=False` was asked for."""
     errors: Attributions | None
     """How far off each may be, where that was asked for."""
     method: str
@@ -48,12 +49,25 @@ class Explanation:
         """The attributions of a model of one input.
 
         Raises:
-            ValueError: it has several; they are in `attributions` by name.
+            ValueError: it has several, which are in `attributions` by name; or it is a photograph.
         """
+        if self.attributions is None:
+            raise ValueError("a photograph has regions; ask with regions=False for its pixels")
         if isinstance(self.attributions, dict):
             names = ", ".join(self.attributions)
             raise ValueError(f"this model has several inputs, {names}; see attributions[NAME]")
         return self.attributions
+
+    @cached_property
+    def regions(self) -> Mapping[str, Any] | None:
+        """The regions of a photograph as the answer has them; `labels` is an array (H, W) here."""
+        found = self.fields.get("regions")
+        if found is None:
+            return None
+        np = numpy()
+        height, width = found["size"]
+        labels = np.repeat(found["labels"], found["counts"]).reshape(width, height).T
+        return {name: each for name, each in found.items() if name != "counts"} | {"labels": labels}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "draw": None}  # a copy elsewhere has no server to ask
@@ -102,7 +116,7 @@ def _read(found: dict[str, Any]) -> Explanation:
     fields = dict(found)
     try:
         return Explanation(
-            attributions=_arrays(fields.pop("attributions")),
+            attributions=_arrays(fields.pop("attributions")) if "regions" not in fields else None,
             errors=_arrays(errors) if (errors := fields.pop("errors", None)) is not None else None,
             method=str(fields.pop("method")),
             target=fields.pop("target"),

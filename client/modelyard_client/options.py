@@ -47,6 +47,7 @@ class ExplainOptions(TypedDict, total=False):
     seed: int | None
     internal_batch_size: int | None
     aggregate: Literal["none", "sum"] | None
+    regions: bool | None
     errors: bool | None
     check: bool | None
     quality: bool | None

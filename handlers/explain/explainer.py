@@ -42,9 +42,6 @@ coarse."""
 ROWS = 8
 """Rows that share a pass: whoever waits for the worker waits for the end of one."""
 
-_ROWS_OF_REGIONS = ("top", "middle", "bottom")
-_COLUMNS_OF_REGIONS = ("left", "centre", "right")
-
 
 def options_of_shares(version: ExplainedModel) -> ExplainOptions:
     """Return how shares are explained: with gradients, where the archive has what gives them."""
@@ -60,15 +57,9 @@ def shares_of(parts: Mapping[str, float]) -> dict[str, float]:
     return {name: abs(value) / total for name, value in parts.items()} if total else {}
 
 
-def regions(attributions: Tensor) -> dict[str, float]:
-    """Return the sum of |attributions| (C, H, W) in each ninth of a picture."""
-    sizes = attributions.abs().double().sum(0)
-    return {
-        f"{row} {column}": float(cell.sum())
-        for row, band in zip(_ROWS_OF_REGIONS, sizes.tensor_split(3), strict=True)
-        for column, cell in zip(_COLUMNS_OF_REGIONS, band.tensor_split(3, 1), strict=True)
-    }
-
+SCHEMA_VERSION = 1
+"""Version of the fields of an answer, as `Explanation` in the description of the API has them: it
+rises when one goes, or has another meaning."""
 
 MOST_NUMBERED = 256
 """Values of a row whose places may mean something; the samples of a sound do not."""
@@ -229,7 +220,7 @@ class Explainer:
         if (options.aggregate or handler.default_aggregate) == "sum":
             explanations = list(map(self._summed, explanations))
         if options.format == "json":
-            answers = [each.as_json() | handler.describe(index, each) for each in explanations]
+            answers = [self._as_json(index, inputs, each) for each in explanations]
             several = {"explanations": answers}
             return self.origin() | (several if options.has_several else answers[0])
         media_type = MEDIA_TYPES[options.format]
@@ -253,10 +244,16 @@ class Explainer:
         context.set_response_header(index, "x-explanation", json.dumps(facts))
         return as_npy(explanation.attributions[0])
 
+    def _as_json(self, index: int, inputs: Tensors, explanation: Explanation) -> dict[str, Any]:
+        regions = self.handler.regions(index, inputs, explanation)
+        fields = explanation.facts() | {"regions": regions} if regions else explanation.as_json()
+        return fields | self.handler.describe(index, explanation)
+
     def origin(self) -> dict[str, Any]:
-        """Return which model version answers."""
+        """Return which model version answers, and by which version of the fields."""
         version = (self.handler.manifest.get("model") or {}).get("modelVersion", "")
         return {
+            "schema_version": SCHEMA_VERSION,
             "model": self.handler.context.model_name,
             "version": str(version),
             "archive_digest": self.handler.digest,
@@ -298,12 +295,12 @@ class Explainer:
     def _summed(self, explanation: Explanation) -> Explanation:
         """Sum up what belongs together; its error is at most the sum of theirs."""
         together = partial(self.handler.aggregated, explanation)
-        errors = explanation.errors
-        return replace(
-            explanation,
-            attributions=tuple(map(together, explanation.attributions)),
-            errors=None if errors is None else tuple(map(together, errors)),
-        )
+        names = ("attributions", "errors", "differences")
+        every = {name: getattr(explanation, name) for name in names}
+        summed: dict[str, Any] = {
+            name: each and tuple(map(together, each)) for name, each in every.items()
+        }
+        return replace(explanation, **summed)
 
 
 _HOOKS = (

@@ -115,6 +115,8 @@ class Explanation:
     """(*S) each: how far off each attribution may be."""
     names: tuple[str, ...]
     """Names of the explained inputs."""
+    differences: Tensors | None = None
+    """(*S) each, as of an `Attribution`."""
     baseline_label: str | None = None
     """What a prediction says of the baseline."""
     baseline_probability: float | None = None
@@ -504,6 +506,9 @@ def _numbers(
         "tolerance_met": None if error is None else is_within,
         "attributions": tuple(each[0] for each in found.attributions),
         "errors": None if found.errors is None else tuple(each[0] for each in found.errors),
+        "differences": None
+        if found.differences is None
+        else tuple(each[0] for each in found.differences),
         "warnings": warnings,
         "sides": None if found.sides is None else tuple(found.sides[0].tolist()),
     }

@@ -19,8 +19,9 @@ from modelyard.handlers.explain.attribute.attribution import Tensors
 from modelyard.handlers.explain.attribute.methods import METHODS
 from modelyard.handlers.explain.draw import page
 from modelyard.handlers.explain.draw.picture import Heat, render, stack, transparent
-from modelyard.handlers.explain.explainer import as_tuple, regions
+from modelyard.handlers.explain.explainer import as_tuple
 from modelyard.handlers.explain.explanation import Explanation
+from modelyard.handlers.explain.regions import TINY, ninths, summed_up
 from modelyard.handlers.models.rows import read_numbers
 from modelyard.handlers.proof.mutation import Mutation
 from modelyard.handlers.tasks.pictures import (
@@ -163,7 +164,7 @@ class VisionHandler(BaseHandler):
         for each in explanations:
             if (heat := self._heat(inputs[0], each)) is None:
                 return super().heat_map(index, inputs, explanations)
-            part = page.part_of(each, self.fields_of(index, each), heat.drawn)
+            part = page.part_of(each, self._said(index, each, heat), heat.drawn)
             drawn.append(render(image, heat, part.texts))
         return stack(drawn)
 
@@ -175,7 +176,7 @@ class VisionHandler(BaseHandler):
             if (heat := self._heat(inputs[0], each)) is None:
                 return super().page(index, inputs, explanations)
             plain, figure = page.picture(image, heat, each.label)
-            parts.append(page.part_of(each, self.fields_of(index, each), heat.drawn, figure))
+            parts.append(page.part_of(each, self._said(index, each, heat), heat.drawn, figure))
         return page.render(parts, plain)
 
     def overlay(self, index: int, inputs: Tensors, explanation: Explanation) -> bytes:
@@ -193,15 +194,30 @@ class VisionHandler(BaseHandler):
             return transparent(heat, (0, 0, width, height), (width, height))
         return transparent(heat, placement(size, self.image).box_in(size), size)
 
+    def regions(
+        self, index: int, inputs: Tensors, explanation: Explanation
+    ) -> dict[str, Any] | None:
+        """Return the regions of a photograph, or of any picture where they are asked for."""
+        heat = self._heat(inputs[0], explanation)
+        return heat.regions.as_json() if heat and heat.regions else None
+
+    def _said(self, index: int, explanation: Explanation, heat: Heat) -> dict[str, Any]:
+        """Return the fields that are told of in a picture or on a page."""
+        fields = self.fields_of(index, explanation)
+        return fields | ({"regions": heat.regions.brief()} if heat.regions else {})
+
     def _heat(self, picture: Tensor, explanation: Explanation) -> Heat | None:
-        """Return what is coloured over a picture (C, H, W).
+        """Return what is coloured over a picture (C, H, W): its pixels, or regions of it.
 
         A layer's values are stretched to its size; None where they have no such places.
         """
-        size = tuple(picture.shape[1:])
-        (attributions,), errors = explanation.attributions, explanation.errors
+        size, method = tuple(picture.shape[1:]), METHODS[explanation.options.method]
+        (attributions,) = explanation.attributions
 
-        def plane(values: Tensor) -> np.ndarray:
+        def plane(every: Tensors | None) -> np.ndarray | None:
+            if every is None:
+                return None
+            (values,) = every
             summed = self.aggregated(explanation, values) if values.dim() == 3 else values
             if tuple(summed.shape) != size:
                 summed = torch.nn.functional.interpolate(summed[None, None].float(), size)[0, 0]
@@ -210,17 +226,29 @@ class VisionHandler(BaseHandler):
 
         if attributions.dim() != 3 and tuple(attributions.shape) != size:
             return None
-        return Heat(
-            plane(attributions),
-            None if errors is None else plane(errors[0]),
-            METHODS[explanation.options.method].has_signs,
-            explanation.strength,
-            explanation.sides,
+        values, errors = plane(explanation.attributions), plane(explanation.errors)
+        assert values is not None
+        heat = Heat(values, errors, method.has_signs, explanation.strength, explanation.sides)
+        wanted = explanation.options.regions
+        if wanted is False or (wanted is None and max(size) <= TINY):
+            return heat
+        # What is stretched stands at several pixels; so does what belongs to a whole window.
+        weight = attributions.shape[-2] * attributions.shape[-1] / (size[0] * size[1])
+        return heat.over(
+            summed_up(
+                self.picture(picture),
+                values,
+                None if method.repeats else weight,
+                errors=errors,
+                differences=plane(explanation.differences),
+                gap=abs(explanation.f_input - explanation.f_served),
+                in_windows=method.needs_windows,
+            )
         )
 
     def name_parts(self, index: int, explanation: Explanation) -> Mapping[str, float]:
         """Return what falls into each ninth of the picture as the model sees it."""
-        return regions(explanation.attributions[0])
+        return ninths(explanation.attributions[0])
 
     def picture(self, inputs: Tensor) -> Image.Image:
         """Turn a model input (C, H, W) back into the picture that it was made of."""

@@ -388,9 +388,18 @@ def test_explanations_are_arrays() -> None:
     named = {**one, "attributions": {"a": [1], "b": [2]}}
     both = read_explanations({"model": "m", "explanations": [one, named]})
     assert [each.fields["model"] for each in both] == ["m", "m"]
+    assert isinstance(both[1].attributions, dict)
     assert set(both[1].attributions) == {"a", "b"}
     with pytest.raises(ValueError, match="several inputs, a, b"):
         _ = both[1].array
+    photo = {name: value for name, value in one.items() if name != "attributions"}
+    photo["regions"] = {"size": [2, 3], "labels": [0, 1], "counts": [4, 2], "values": [5.0, 7.0]}
+    (of_photo,) = read_explanations({"model": "m", **photo})
+    assert of_photo.attributions is None
+    assert of_photo.regions is not None
+    assert of_photo.regions["labels"].tolist() == [[0, 0, 1], [0, 0, 1]]
+    with pytest.raises(ValueError, match="regions=False"):
+        _ = of_photo.array
     wrongs: list[Any] = [[], {}]
     wrongs += [{**one, "attributions": wrong} for wrong in ("x", [[1], [2, 3]])]
     for wrong in wrongs:

@@ -147,6 +147,10 @@ class Attribution:
     """(M, 2) float64: what speaks for the target and what speaks against it, each added up, where
     these are not the sums of the values."""
 
+    differences: Tensors | None = None
+    """(M, *S) per input: how far each value is from that of a third of the points, with its sign,
+    where this is what the errors were made of."""
+
     @property
     def total(self) -> Tensor | None:
         """(M,) float64: the sum, where it is not that of all values."""
@@ -174,6 +178,7 @@ class Attribution:
             _rows(self.errors, row),
             None if self.rounding is None else self.rounding[row],
             None if self.sides is None else self.sides[row],
+            _rows(self.differences, row),
         )
 
 
@@ -298,6 +303,7 @@ class _Path:
             steps,
             tuple(each.abs() for each in errors) if int(steps.min()) >= 3 else None,
             ROUNDING * unit * (self.sizes / steps + ends),
+            differences=errors,
         )
 
 

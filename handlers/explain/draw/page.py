@@ -17,8 +17,9 @@ from PIL import Image
 
 from modelyard.base import explain_words as words
 from modelyard.handlers.explain.attribute.methods import METHODS
-from modelyard.handlers.explain.draw.picture import TINY, Drawn, Heat, Texts, panels
+from modelyard.handlers.explain.draw.picture import Drawn, Heat, Texts, panels
 from modelyard.handlers.explain.explanation import Explanation
+from modelyard.handlers.explain.regions import TINY
 
 _FOLDER = Path(__file__).parent
 _ENVIRONMENT = Environment(
@@ -42,7 +43,9 @@ POLICY = (
 )
 """Nothing is loaded, and nothing runs but the one script: a browser holds the page to that."""
 
-_NOT_SETTINGS = frozenset({"warnings", "tokens", "features", "values", "attributions", "errors"})
+_NOT_SETTINGS = frozenset(
+    {"warnings", "tokens", "features", "values", "attributions", "errors", "strongest"}
+)
 
 
 @dataclass(frozen=True)

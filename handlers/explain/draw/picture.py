@@ -3,7 +3,7 @@
 import io
 import unicodedata
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -11,12 +11,10 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from modelyard.base import explain_words as words
+from modelyard.handlers.explain.regions import TINY, Regions
 
 PANEL, LARGEST_PANEL = 320, 640
 """Longer side of a panel in pixels: the least, and the most for inputs of more pixels."""
-
-TINY = 64
-"""Up to this side the pixels of the input are drawn as squares, larger inputs smoothly."""
 
 CLIPPED_SHARE = 0.005
 """Share of the pixels of a large input whose colour may be cut off, so that few do not hide all."""
@@ -76,13 +74,32 @@ class Heat:
     sides: tuple[float, float] | None = None
     """What speaks for the target and against it, each added up, where each value of a window has
     what belongs to all of it; None where the values say it."""
+    regions: Regions | None = None
+    """Each pixel has what the region that it is of has as a whole."""
+
+    def over(self, regions: Regions) -> "Heat":
+        """Return the same over regions."""
+        values, errors = (
+            None if each is None else each[regions.labels]
+            for each in (regions.values, regions.errors)
+        )
+        assert values is not None
+        return replace(self, values=values, errors=errors, regions=regions)
+
+    @property
+    def _parts(self) -> tuple[np.ndarray, np.ndarray]:
+        """What has a number of its own, and where that is below its error."""
+        if self.regions is None:
+            return self.values, self.is_unsure
+        values, errors = self.regions.values, self.regions.errors
+        return values, np.zeros(len(values), bool) if errors is None else np.abs(values) < errors
 
     @cached_property
     def limit(self) -> float:
         """The size of what has full colour."""
         sizes = np.abs(self.values)
         most = float(sizes.max(initial=0.0))
-        if max(self.values.shape) <= TINY:
+        if self.regions or max(self.values.shape) <= TINY:
             return most
         return float(np.quantile(sizes, 1 - CLIPPED_SHARE)) or most
 
@@ -107,16 +124,17 @@ class Heat:
         """What speaks for the target and what speaks against it, each added up."""
         if self.sides is not None:
             return self.sides
-        values = self.values.astype(np.float64)
+        values = self._parts[0].astype(np.float64)
         return float(values.clip(0).sum()), float(values.clip(None, 0).sum())
 
     @property
     def drawn(self) -> Drawn:
         """What it shows."""
-        sizes = np.abs(self.values).astype(np.float64)
+        values, is_unsure = self._parts
+        sizes = np.abs(values).astype(np.float64)
         whole = float(sizes.sum())
-        unsure = float(sizes[self.is_unsure].sum()) / whole if whole else 0.0
-        return Drawn(self.sums, unsure, "pixel")
+        unsure = float(sizes[is_unsure].sum()) / whole if whole else 0.0
+        return Drawn(self.sums, unsure, "region" if self.regions else "pixel")
 
     @property
     def bar_labels(self) -> tuple[str, str, str]:
@@ -178,7 +196,11 @@ def render(image: Image.Image, heat: Heat, texts: Texts) -> bytes:
 def panels(image: Image.Image, heat: Heat) -> tuple[Image.Image, Image.Image]:
     """Return the input and its attributions over it, enlarged alike."""
     size = _panel_size(image.size)
-    return _enlarge(image.convert("RGB"), size), _overlay(image, heat, size)
+    both = _enlarge(image.convert("RGB"), size), _overlay(image, heat, size)
+    if heat.regions is None:
+        return both
+    before, over = (_outlined(each, heat.regions, every=each is both[1]) for each in both)
+    return before, over
 
 
 def transparent(heat: Heat, box: tuple[float, float, float, float], size: tuple[int, int]) -> bytes:
@@ -306,6 +328,39 @@ def _outline(draw: ImageDraw.ImageDraw, grey: np.ndarray, scale: int) -> None:
     for y, x in np.argwhere(is_light[1:] != is_light[:-1]).tolist():
         edge = (y + 1) * scale
         draw.line((x * scale, edge, (x + 1) * scale, edge), fill=_TRACE, width=2)
+
+
+def _outlined(panel: Image.Image, regions: Regions, *, every: bool) -> Image.Image:
+    """Outline the strongest regions, with their numbers from 1, and faintly every other one."""
+    height, width = regions.labels.shape
+    rows, columns = np.arange(panel.height), np.arange(panel.width)
+    rows, columns = rows * height // panel.height, columns * width // panel.width
+    labels = regions.labels[np.ix_(rows, columns)]
+    pixels = np.array(panel)
+    if every:
+        pixels[_borders(labels)] = _FRAME
+    for at in regions.strongest:
+        pixels[_borders(labels == at)] = INK
+    outlined = Image.fromarray(pixels)
+    draw, scale = ImageDraw.Draw(outlined), panel.height / height
+    for number, at in enumerate(regions.strongest, 1):
+        y, x = ((each + 0.5) * scale for each in regions.centres[at])
+        draw.text(
+            (x, y), str(number), fill=INK, font=font_of(_TEXT), anchor="mm",
+            stroke_width=2, stroke_fill="white",
+        )  # fmt: skip
+    return outlined
+
+
+def _borders(labels: np.ndarray) -> np.ndarray:
+    """Return the pixels (H, W) on both sides of a border, but for those of the picture's edge."""
+    found = np.zeros(labels.shape, bool)
+    across, down = labels[:, 1:] != labels[:, :-1], labels[1:] != labels[:-1]
+    for part in (found[:, 1:], found[:, :-1]):
+        part |= across
+    for part in (found[1:], found[:-1]):
+        part |= down
+    return found
 
 
 def _colour(values: np.ndarray) -> np.ndarray:

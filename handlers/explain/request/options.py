@@ -156,7 +156,7 @@ MEDIA_TYPES = {
 
 _EVERYWHERE = (
     *("method", "output_name", "target", "against", "region", "output", "seed"),
-    *("internal_batch_size", "aggregate", "format", *MEASURES),
+    *("internal_batch_size", "aggregate", "format", "regions", *MEASURES),
 )
 
 
@@ -187,6 +187,7 @@ class ExplainOptions:
     layer: str | None = None
     seed: int = 0
     internal_batch_size: int | None = None
+    regions: bool | None = None
     errors: bool = False
     aggregate: Literal["none", "sum"] | None = None
     format: Literal["json", "png", "html", "overlay", "npy"] = "json"
