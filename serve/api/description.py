@@ -28,6 +28,16 @@ DOCUMENT: dict[str, Any] = parse_yaml(
 )
 SCHEMAS: dict[str, Schema] = DOCUMENT["schemas"]
 SCHEMAS["Tensor"]["properties"]["datatype"]["enum"] += [*sorted(OIP_DATATYPES.values()), "BYTES"]
+_ORIGIN = SCHEMAS.pop("ExplanationOrigin")
+for _name, _part in (
+    ("", SCHEMAS["ExplanationOfTarget"]),
+    ("sOfTargets", SCHEMAS["ExplanationsOfTargets"]),
+):
+    SCHEMAS[f"Explanation{_name}"] = {
+        **_ORIGIN, **_part,
+        "required": _ORIGIN["required"] + _part["required"],
+        "properties": _ORIGIN["properties"] | _part["properties"],
+    }  # fmt: skip
 TIMEOUT_PARAMETER, _ = DOCUMENT["parameters"]
 EVERYWHERE = (403, 405, 408, 414, 431)
 """What any request may be answered, for what it is and not for what it asks."""
