@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from modelyard.archiver.reference import Reference
 from modelyard.handlers import BadInput, Context, LoadError, TabularHandler
+from tests.answer_schema import wrong_in
 from tests.shared import FURTHER
 
 Initialized = Callable[..., tuple[TabularHandler, Context]]
@@ -135,6 +136,7 @@ def test_an_explanation_has_the_probability_of_the_prediction(
     for output in ("logit", "probability"):
         context.reset(["a"], queries=[{"target": "top-2", "output": output, "n_steps": "100"}])
         (answer,) = handler.explain([{"body": ROW}], context)
+        assert wrong_in(answer) == []
         for each in answer["explanations"]:
             assert each["probability"] == pytest.approx(predicted[each["label"]], abs=1e-6)
             if output == "probability":
@@ -149,6 +151,7 @@ def test_values_have_no_probability(
     config = {"handler": {"function": "none"}} if labels else None
     handler, context = initialized(labels=labels, config=config)
     (answer,) = handler.explain([{"body": ROW}], context)
+    assert wrong_in(answer) == []
     assert (answer["probability"], answer["output_kind"]) == (None, "values")
     context.reset(["a"], queries=[{"output": "probability"}])
     with pytest.raises(BadInput, match="its predictions make no probabilities"):

@@ -17,6 +17,7 @@ from modelyard.handlers import (
     NoGradients,
     TextHandler,
 )
+from tests.answer_schema import wrong_in
 from tests.shared import FURTHER
 
 Initialized = Callable[..., tuple[TextHandler, Context]]
@@ -259,6 +260,7 @@ def test_attributions_are_captums_on_the_checkpoint(
 def test_tokens_are_told_with_their_places_in_the_text(initialized: Initialized) -> None:
     handler, context = initialized()
     (answer,) = handler.explain([{"body": TEXT}], context)
+    assert wrong_in(answer) == []
     told = [(t["token"], TEXT[t["start"] : t["end"]], t["is_special"]) for t in answer["tokens"]]
     assert told == [
         ("[CLS]", "", True),

@@ -24,6 +24,7 @@ from modelyard.handlers import (
     SpeechRecognizer,
 )
 from modelyard.plugins.tasks.audio_handler import AudioHandler, decode_sound, read_alphabet
+from tests.answer_schema import wrong_in
 from tests.handlers.folders import ask, copied, explain, load, save_program
 
 AUDIO = {"audio": {"rate": sounds.RATE, "seconds": 10}}
@@ -156,6 +157,7 @@ def test_a_label_is_explained_by_when_it_sounds(trained: Path) -> None:
     handler = load(AudioClassifier, trained / "tone", config=AUDIO)
     wave = np.concatenate([sounds.tone("", 10, RANDOM), sounds.tone("c", 10, RANDOM)])
     found = explain(handler, file_of(wave, sounds.RATE), n_steps="20")
+    assert wrong_in(found) == []
     assert (found["label"], found["seconds_per_value"]) == ("c", 0.02)
     shares = np.abs(found["attributions"])
     assert len(shares) == len(wave) / sounds.RATE / 0.02
