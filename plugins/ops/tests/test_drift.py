@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from torch import Tensor, nn
 
 from modelyard.archiver import write_archive
-from modelyard.plugins.ops.drift import WINDOW
+from modelyard.archiver.reference import WINDOW
 from tests.serve.live import SOURCES, LiveServer, poll
 
 ROWS = [{"age": 1, "debts": 1, "letters": 0}, {"age": -2, "debts": -2, "letters": 0}]
