@@ -35,7 +35,7 @@ CELLS = 30
 WINDOW = 100
 """Explanations over which shares are averaged: each moves the mean by so small a part of its
 distance."""
-FEW = 30
+FEW = 20
 """Rows of a class that a training may have seen by chance, and another one not."""
 _DRAWS = 200
 _SURE = 0.95
@@ -58,7 +58,8 @@ def read_reasons(answer: Any) -> Reasons:
     Raises:
         ValueError: it is neither.
     """
-    label, shares = "", answer
+    label: Any = ""
+    shares = answer
     if isinstance(answer, dict) and isinstance(answer.get("shares"), dict):
         label, shares = answer.get("class"), answer["shares"]
     if not isinstance(shares, dict) or not isinstance(label, str):
@@ -150,16 +151,16 @@ def make_reference(answers: Sequence[Any]) -> Reference:
     parts = dict.fromkeys(named, 0.0)
     rows = [list(fold(row, parts).values()) for _, row in said]
     members: dict[str, list[list[float]]] = {}
-    for (label, _), row in zip(said, rows, strict=True):
-        members.setdefault(label, []).append(row)
+    for (label, _), each in zip(said, rows, strict=True):
+        members.setdefault(label, []).append(each)
     common = sorted(members, key=lambda label: len(members[label]), reverse=True)[:MOST_CLASSES]
     draw = random.Random(0)
     groups = {label: _group(members[label], draw) for label in common}
     means = dict(zip(parts, _means(rows), strict=True))
     bare = Reference(len(rows), means, None, groups)
     moved = [
-        [share - usual for share, usual in zip(row, bare.usual(label), strict=True)]
-        for (label, _), row in zip(said, rows, strict=True)
+        [share - usual for share, usual in zip(each, bare.usual(label), strict=True)]
+        for (label, _), each in zip(said, rows, strict=True)
     ]
     return Reference(len(rows), means, _floor(moved, draw), groups)
 

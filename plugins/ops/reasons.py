@@ -7,8 +7,9 @@ rank is even between 0 and 1, and tells nothing of the ranks before it, whatever
 however few the reference knows: that few rows know little is in the ranks already. What is bet on
 is that ranks are uneven. Classes are bet on apart: more customers of one kind change nothing.
 
-V. Vovk, I. Nouretdinov and A. Gammerman, "Testing exchangeability on-line", ICML 2003; when to
-raise an alarm: Shin, Ramdas and Rinaldo as in `rollout.evidence.Drift`.
+V. Fedorova, A. Gammerman, I. Nouretdinov and V. Vovk, "Plug-in martingales for testing
+exchangeability on-line", ICML 2012; when to raise an alarm: Shin, Ramdas and Rinaldo as in
+`rollout.evidence.Drift`.
 """
 
 from __future__ import annotations
