@@ -4,7 +4,7 @@ A part is a named feature of a table or a region of a picture; its share is its 
 all |attributions| of an explanation. `MAR-INF/reference.json` holds
 
     {"rows": 200, "shares": {"age": 0.31, "income": 0.52, "other": 0.17}, "floor": 0.04,
-     "classes": {"repaid": {"rows": 120, "shares": [0.3, 0.5, 0.2], "cells": [[0, 7, …], …],
+     "classes": {"repaid": {"rows": 120, "shares": [0.3, 0.5, 0.2], "cells": ["0 7 …", …],
                             "floor": 0.05}, …}}
 
 the means over the rows that were explained when the archive was written, for each class that was
@@ -15,6 +15,7 @@ neither classes nor floors.
 
 import math
 import random
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -39,6 +40,7 @@ FEW = 20
 """Rows of a class that a training may have seen by chance, and another one not."""
 _DRAWS = 200
 _SURE = 0.95
+_COUNTS = re.compile(r"[0-9]{1,9}( [0-9]{1,9})*")
 _ROUNDING = 1e-3
 """How far from 1 the means may add up to."""
 
@@ -203,7 +205,10 @@ def _quantile(values: list[float]) -> float:
 
 def format_reference(reference: Reference) -> bytes:
     """Write what `parse_reference` reads."""
-    groups = {label: dict(vars(group)) for label, group in reference.classes.items()}
+    groups = {
+        label: {**vars(group), "cells": [" ".join(map(str, each)) for each in group.cells]}
+        for label, group in reference.classes.items()
+    }
     return format_json({**vars(reference), "shares": dict(reference.shares), "classes": groups})
 
 
@@ -240,19 +245,15 @@ def parse_reference(data: bytes) -> Reference:
 
 def _read_group(fields: Fields, parts: int) -> Group:
     rows, floor = fields.integer("rows"), fields.number("floor")
-    shares, cells = fields.items("shares"), fields.items("cells")
+    shares, cells = fields.items("shares"), [_counts(each) for each in fields.items("cells")]
     are_shares = all(isinstance(each, int | float) and 0 <= each <= 1 for each in shares)
     if len(shares) != parts or not are_shares:
         fields.wrong("shares", f"{parts} numbers from 0 to 1", shares)
-    if len(cells) != parts or not all(_are_counts(each, rows) for each in cells):
-        fields.wrong("cells", f"{parts} lists of at most {CELLS} counts of {rows} rows", cells)
+    if len(cells) != parts or not all(len(each) <= CELLS and sum(each) == rows for each in cells):
+        fields.wrong("cells", f"{parts} texts of at most {CELLS} counts of {rows} rows", cells)
     return Group(rows, shares, cells, floor)
 
 
-def _are_counts(cells: Any, rows: int) -> bool:
-    return (
-        isinstance(cells, list)
-        and len(cells) <= CELLS
-        and all(isinstance(each, int) and each >= 0 for each in cells)
-        and sum(cells) == rows
-    )
+def _counts(text: Any) -> list[int]:
+    is_text = isinstance(text, str) and _COUNTS.fullmatch(text)
+    return list(map(int, text.split())) if is_text else []

@@ -1,4 +1,5 @@
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -6,6 +7,7 @@ import pytest
 from modelyard.archiver.errors import CannotArchive
 from modelyard.archiver.reference import (
     CELLS,
+    MAX_BYTES,
     MOST_CLASSES,
     MOST_PARTS,
     Reference,
@@ -41,6 +43,22 @@ def test_classes_are_averaged_apart_and_their_shares_counted_by_size() -> None:
     assert reference.usual("yes") == [1.0, 0.0]
     assert reference.usual("neither") == (0.625, 0.375)
     assert parse_reference(format_reference(reference)) == reference
+
+
+def test_the_largest_reference_is_read() -> None:
+    """Of 20 classes and 40 parts with long names: 16 and 32 are told apart."""
+    draw = random.Random(0)
+    rows = []
+    for at in range(2000):
+        weights = {f"{part:0>128}": draw.expovariate(1) ** 3 for part in range(40)}
+        total = sum(weights.values())
+        shares = {part: weight / total for part, weight in weights.items()}
+        rows.append({"class": f"{at % 20:0>128}", "shares": shares})
+    reference = make_reference(rows)
+    assert (len(reference.classes), len(reference.shares)) == (16, 32)
+    written = format_reference(reference)
+    assert parse_reference(written) == reference
+    assert len(written) < 0.9 * MAX_BYTES
 
 
 def test_a_reference_of_before_knows_no_classes() -> None:
@@ -79,7 +97,7 @@ def test_the_distance_is_what_has_moved() -> None:
     assert distance([-1.0, 1.0]) == 1
 
 
-GROUP = {"rows": 1, "shares": [1], "cells": [[1]], "floor": 0}
+GROUP = {"rows": 1, "shares": [1], "cells": ["1"], "floor": 0}
 
 
 def grouped(**wrong: object) -> dict[str, object]:
@@ -101,12 +119,15 @@ def grouped(**wrong: object) -> dict[str, object]:
         ({"rows": 1, "shares": {"a" * 140_000: 1}}, "at most 131072 are read"),
         (grouped(shares=[1, 0]), "classes.b.shares: expected 1 numbers from 0 to 1"),
         (grouped(shares=["1"]), "classes.b.shares: expected 1 numbers"),
-        (grouped(cells=[[2]]), "classes.b.cells: expected 1 lists of at most 30 counts of 1 rows"),
-        (grouped(cells=[[2, -1]]), "classes.b.cells"),
-        (grouped(cells=[[0] * 30 + [1]]), "classes.b.cells"),
+        (grouped(cells=["2"]), "classes.b.cells: expected 1 texts of at most 30 counts of 1 rows"),
+        (grouped(cells=["2 -1"]), "classes.b.cells"),
+        (grouped(cells=["0 " * 30 + "1"]), "classes.b.cells"),
+        (grouped(cells=[[1]]), "classes.b.cells"),
         (grouped(floor=None), "classes.b.floor: expected a number"),
-        ({**grouped(), "classes": {f"c{at}": GROUP for at in range(MOST_CLASSES + 1)}},
-         "17 classes; expected at most 16"),
+        (
+            {**grouped(), "classes": {f"c{at}": GROUP for at in range(MOST_CLASSES + 1)}},
+            "17 classes; expected at most 16",
+        ),
     ],
 )
 def test_what_is_no_reference_is_refused(content: object, problem: str) -> None:
