@@ -122,11 +122,12 @@ class Leaning:
             return f"reasons: no request was explained for both versions yet{problem}"
         (label, part), found = self.farthest(alpha)
         of = "" if label is None else f' where "{label}" is predicted'
+        sign, than = (1, "more") if found.estimate >= 0 else (-1, "less")
+        low, high = sorted(100 * sign * end for end in found[1:])
         return (
-            f'reasons: "{part}" is farthest off{of}: {100 * found.estimate:+.1f} % of them, '
-            f"{100 * found.low:+.1f} to {100 * found.high:+.1f} %, in {self.explained} requests "
-            f"explained for both versions; allowed are {100 * self.limits[label]:.3g} % more or "
-            f"less{problem}"
+            f'reasons: "{part}" has {100 * sign * found.estimate:.1f} points of 100 {than} of them '
+            f"than for the live version{of}, {low:.1f} to {high:.1f}, in {self.explained} requests "
+            f"explained for both; allowed are {100 * self.limits[label]:.3g} more or less{problem}"
         )
 
 

@@ -68,14 +68,14 @@ def test_one_class_alone_may_be_what_leans() -> None:
     put(leaning, 50, 0.3, 0.0, label="in no reference")
     assert leaning.is_broken(ALPHA)
     said = leaning.describe(ALPHA)
-    assert '"a" is farthest off where "rare" is predicted: +' in said
-    assert "2050 requests explained for both versions; allowed are 15 % more or less" in said
+    assert ' more of them than for the live version where "rare" is predicted, ' in said
+    assert said.endswith("in 2050 requests explained for both; allowed are 15 more or less")
 
 
 def test_a_candidate_at_the_limit_is_seldom_refused_or_passed_however_often_one_looks() -> None:
-    """Of 200 at 0.1, in one part, 10 at most are expected either way; 20 are beyond chance."""
+    """Of 100 at 0.1, in one part, 5 at most are expected either way; 13 are beyond chance."""
     refused = passed = 0
-    for seed in range(200):
+    for seed in range(100):
         random.seed(seed)
         leaning = Leaning(0.1, "ab")
         was = [False, False]
@@ -85,7 +85,7 @@ def test_a_candidate_at_the_limit_is_seldom_refused_or_passed_however_often_one_
             leaning.put(*shares)
             was = [was[0] or leaning.is_broken(ALPHA), was[1] or leaning.is_kept(ALPHA)]
         refused, passed = refused + was[0], passed + was[1]
-    assert max(refused, passed) <= 20
+    assert max(refused, passed) <= 12
 
 
 GROUPS = {"no": Group(2, (0.5, 0.5), ((2,), (2,)), 0.03)}
@@ -275,8 +275,8 @@ def archive(folder: Path, version: str, *weights: float) -> Path:
 @pytest.mark.parametrize(
     ("version", "rule", "verdict", "said"),
     [
-        ("2.0", "", "pass", "is farthest off: "),
-        ("3.0", "", "fail", '"letters" is farthest off'),
+        ("2.0", "", "pass", " requests explained for both; allowed are "),
+        ("3.0", "", "fail", '"letters" has '),
         ("3.0", "reasons<=100%", "pass", "reasons are not compared: the rule allows any"),
         ("4.0", "", "pass", "loans 4.0 was archived without --reference"),
         ("4.0", "reasons<=20%", "not enough traffic", "loans 4.0 was archived without --reference"),
@@ -306,6 +306,6 @@ def test_copies_are_explained_for_both_versions(
         poll(is_judged, f"it is judged: {verdict}", 90)
         assert said in found["reasons"]["said"], found["reasons"]
         explained = found["reasons"]["explanations"].get("explained", 0)
-        assert (explained > 0) == (said.endswith("off: ") or "letters" in said)
+        assert (explained > 0) == ("reasons:" in found["reasons"]["said"])
     finally:
         server.management.post("/models/loans/rollout/abort")
