@@ -15,20 +15,22 @@ from torch import Tensor
 from modelyard.archiver.handler_files import MASKS, TYPES
 from modelyard.handlers.errors import BadInput, NoGradients, TwinDiffers
 from modelyard.handlers.explain.attribute.attribution import (
-    FORWARD_ROWS,
     Attribution,
     AttributionRequest,
     ForwardFunction,
     Model,
     Tensors,
     evaluate,
-    gradient_rows,
     is_met,
-    most_rows,
     sizes_of,
     sums_of,
 )
 from modelyard.handlers.explain.attribute.cut import Cut, cut_at_embedding
+from modelyard.handlers.explain.attribute.memory import (
+    FORWARD_ROWS,
+    gradient_rows,
+    most_rows,
+)
 from modelyard.handlers.explain.attribute.method import Method, Result, Windows
 from modelyard.handlers.explain.attribute.methods import MEASURES, METHODS
 from modelyard.handlers.explain.request.options import ExplainOptions
