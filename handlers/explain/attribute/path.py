@@ -133,14 +133,14 @@ class _Path:
         self.bends, self.spreads = (
             tuple(each.double() for each in tensors) for tensors in (self.bends, self.spreads)
         )
-        """Tensors (M, *S) of the gradients: sums, see `_scale`; what a third of the points makes of them; how much
+        """Sums of the gradients, see `_scale`; what a third of the points makes of them; how much
         more they rise in a step at the input than at the baseline; squares of bends, see `Trace`.
         Of mended gaps: what their further points add to the mean, and the square of its
         deviation."""
         self.places = torch.zeros(0, dtype=torch.float64)
         """Where the last points were put, in every row that got some."""
         self.points: list[Tensor] = []
-        """Of each point: row, place, whether it counts, output, slope, shares."""
+        """Tables with a line for each point: row, place, whether it counts, output, slope, shares."""
         self.verdicts = [Verdict(1.0, 0.0, 0.0, ())] * count
         self.mended: list[dict[int, Mended]] = [{} for _ in range(count)]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 SIGMAS = 2.4
 """The error of a bend is even within what its place leaves open; so many deviations are stated."""
 
-MOST_GAPS = 6
+MOST_GAPS = 16
 """More gaps are not mended one by one: the whole path is due for points."""
 
 _SMOOTH = 0.55
