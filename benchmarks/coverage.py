@@ -70,11 +70,10 @@ def ask(model: nn.Module, inputs: Tensor, targets: Tensor, chunk: int = 64) -> A
     )
 
 
-def exact(explained: Explained) -> tuple[Tensor, Tensor]:
+def exact(explained: Explained, count: int | None = None) -> tuple[Tensor, Tensor]:
     """Return shares (N, D) from many midpoints in float64, and those of a third of these."""
     model, inputs = copy.deepcopy(explained.model).double(), explained.inputs.double()
-    is_large = inputs[0].dim() > 1
-    count = 2187 if is_large else 6561
+    count = count or (2187 if inputs.dim() > 2 else 6561)
     places = (torch.arange(count, dtype=torch.float64) + 0.5) / count
     fine, third = [], []
     for row, target in zip(inputs, explained.targets, strict=True):

@@ -140,7 +140,7 @@ class _Path:
         self.places = torch.zeros(0, dtype=torch.float64)
         """Where the last points were put, in every row that got some."""
         self.points: list[Tensor] = []
-        """Tables with a line for each point: row, place, whether it counts, output, slope, shares."""
+        """Tables of points: the row, place, whether it counts, output, slope, shares of each."""
         self.verdicts = [Verdict(1.0, 0.0, 0.0, ())] * count
         self.mended: list[dict[int, Mended]] = [{} for _ in range(count)]
 
