@@ -136,7 +136,7 @@ def summed_up(
             whole window, so that a region has their mean.
         errors: (H, W) how far off each value may be.
         differences: (H, W) as of an `Attribution`.
-        gap: how far the output is from the one that was served, of which errors hold a part.
+        gap: how far the sum may be off besides, of which the errors hold each value's part.
         in_windows: whether the method replaced windows, in which values are alike.
     """
     windows = _windows_of(values) if in_windows else None

@@ -241,7 +241,7 @@ class VisionHandler(BaseHandler):
                 None if method.repeats else weight,
                 errors=errors,
                 differences=plane(explanation.differences),
-                gap=abs(explanation.f_input - explanation.f_served),
+                gap=explanation.unaccounted,
                 in_windows=method.needs_windows,
             )
         )

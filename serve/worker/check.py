@@ -86,7 +86,7 @@ def _explain_reference(service: load.Service, place: Path) -> str:
     Raises:
         LoadError: a request cannot be used; it is named.
     """
-    rows: list[dict[str, float]] = []
+    rows: list[Any] = []
     for name, body in _read_requests(place):
         service.context.reset([name])
         try:
