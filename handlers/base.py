@@ -39,7 +39,7 @@ from modelyard.handlers.explain.request.options import ExplainOptions, Region, R
 from modelyard.handlers.explain.request.targets import ExplainedModel, Target
 from modelyard.handlers.infer import run_tensors
 from modelyard.handlers.limits import check_stated
-from modelyard.handlers.models.backends import Artifact, Output
+from modelyard.handlers.models.backends import Artifact, Output, main_output
 from modelyard.handlers.models.folder import load_label_mapping, read_config, read_reference
 from modelyard.handlers.models.packed import open_packed
 from modelyard.handlers.models.rows import (
@@ -147,6 +147,8 @@ class BaseHandler:
         self.inputs: tuple[TensorSpec, ...] = ()
         self.is_whole = False
         self.output_names: tuple[str, ...] = ()
+        self.main_output: str | None = None
+        """Name of the first output of real numbers, which answers and explanations are made of."""
         self._whole_outputs: tuple[bool, ...] = ()
         self._output_sizes: tuple[Size, ...] = ()
         self._names_outputs = False
@@ -187,7 +189,9 @@ class BaseHandler:
         self.agreement = packed.agreement
         self.inputs = packed.signature.inputs
         self.output_names = tuple(spec.name for spec in packed.signature.outputs)
-        self._output_sizes = next((spec.shape for spec in packed.signature.outputs), ())
+        main = packed.signature.main
+        self.main_output = main.name if main else None
+        self._output_sizes = main.shape if main else ()
         self.report = packed.report
         self.signature = (self.manifest.get("modelyard") or {}).get("signature")
         self.is_whole = self.signature is not None and not _have_rows(self.inputs)
@@ -204,7 +208,7 @@ class BaseHandler:
         self.config = read_config(folder)
         self.stated_kind = read_output_kind(self.handler_settings)
         self.output_kind = self.stated_kind or self.output_kind
-        name = self.output_names[0] if self.output_names else ""
+        name = self.main_output or ""
         found = packed.report.probabilities if packed.report else {}
         self.found_kind = "probabilities" if found.get(name) else None
         self.knows_kind = name in found or bool(self.config.get("architectures"))
@@ -321,7 +325,7 @@ class BaseHandler:
 
     def score(self, outputs: Output) -> Tensor:
         """Return the numbers (N, …) of a call of which `target` chooses what is explained."""
-        return outputs_of(outputs)
+        return outputs_of(outputs, self.output_names)
 
     def probabilities(self, scores: Tensor) -> Tensor | None:
         """Return the probabilities that predictions give, as `score` has its numbers (N, …).
@@ -343,9 +347,9 @@ class BaseHandler:
 
         `modelyard archive` asks for each of its examples.
         """
-        first = as_tuple(outputs)[0]
-        return self.wrong_labels(tuple(first.shape)) or wrong_kind(
-            self.output_kind, self.stated_kind is not None, first
+        main = main_output(outputs)
+        return self.wrong_labels(tuple(main.shape)) or wrong_kind(
+            self.output_kind, self.stated_kind is not None, main
         )
 
     def wrong_labels(self, sizes: tuple[Size, ...] = ()) -> str | None:

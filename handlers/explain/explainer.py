@@ -5,7 +5,7 @@ import inspect
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from modelyard.archiver.signature import TensorSpec
 from modelyard.handlers.body import parse_json
 from modelyard.handlers.errors import BadInput, NoGradients
 from modelyard.handlers.explain.attribute.attribution import Tensors
+from modelyard.handlers.explain.attribute.methods import METHODS
 from modelyard.handlers.explain.draw import bars, page, picture
 from modelyard.handlers.explain.draw.bars import Bar, Values
 from modelyard.handlers.explain.draw.page import Part
@@ -126,7 +127,7 @@ class Explainer:
             agreement=handler.agreement,
             **{name: getattr(handler, name) for name in _HOOKS},
             between_chunks=handler.context.check_cancelled,
-            output_name=handler.output_names[0] if handler.output_names else None,
+            output_name=handler.main_output,
             is_of_probabilities=handler.output_kind == "probabilities",
         )
 
@@ -154,7 +155,17 @@ class Explainer:
         context = self.handler.context
         given, rest = gather_options(context.query[index], row)
         accept = context.get_request_header(index, "accept")
-        return parse_options(given, accept, self.handler.formats), rest
+        return parse_options(given, accept, self.handler.formats, self.default_method), rest
+
+    @cached_property
+    def default_method(self) -> str:
+        """How it is explained where a request does not say it."""
+        handler, model = self.handler, self.handler.model
+        if handler.explainer is None and isinstance(model, Artifact) and model.module is None:
+            for name, method in METHODS.items():
+                if method.suits and method.suits(model, handler.main_output):
+                    return name
+        return ExplainOptions.method
 
     def baselines(self, name: str, inputs: Tensors, seed: int) -> Tensors:
         """Return what stands for "no information"; see `BaseHandler.baselines`."""

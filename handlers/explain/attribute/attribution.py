@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from modelyard.archiver.signature import UNLIMITED, Dim
 from modelyard.handlers.errors import NoGradients
-from modelyard.handlers.models.backends import Artifact, Output
+from modelyard.handlers.models.backends import Artifact, Output, main_output, type_name
 
 FIRST_STEPS = 30
 """Fewer can agree by chance with a third of them."""
@@ -343,16 +343,23 @@ def evaluate(
     return torch.cat(found)
 
 
-def outputs_of(output: Output) -> Tensor:
-    """Return the first output as (N, K) or with more dimensions.
+def outputs_of(output: Output, names: Sequence[str] = ()) -> Tensor:
+    """Return the first output of real numbers as (N, K) or with more dimensions.
+
+    Args:
+        output: output of a call.
+        names: names of the outputs, for the message.
 
     Raises:
-        NoGradients: it holds no real numbers.
+        NoGradients: none holds real numbers.
     """
-    first = output if isinstance(output, Tensor) else output[0]
-    if not first.is_floating_point():
-        raise NoGradients(f"the output is {first.dtype}; only real-valued ones can be explained")
-    return first.unsqueeze(1) if first.dim() == 1 else first
+    found = main_output(output)
+    if not found.is_floating_point():
+        every = (output,) if isinstance(output, Tensor) else output
+        named = zip(names, every, strict=True) if len(names) == len(every) else enumerate(every)
+        gives = ", ".join(f"{name}:{type_name(each)}" for name, each in named)
+        raise NoGradients(f"the model gives {gives}; only real-valued outputs can be explained")
+    return found.unsqueeze(1) if found.dim() == 1 else found
 
 
 def softmax_of(outputs: Tensor) -> Tensor | None:
