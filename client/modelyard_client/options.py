@@ -18,6 +18,7 @@ Method = Literal[
     "occlusion",
     "feature_ablation",
     "kernel_shap",
+    "tree_shap",
 ]
 
 

@@ -29,7 +29,7 @@ from modelyard.handlers.explain.attribute.attribution import (
     sums_of,
 )
 from modelyard.handlers.explain.attribute.cut import Cut, cut_at_embedding
-from modelyard.handlers.explain.attribute.method import Method, Result, Windows
+from modelyard.handlers.explain.attribute.method import Method, Result, StandIn, Windows
 from modelyard.handlers.explain.attribute.methods import MEASURES, METHODS
 from modelyard.handlers.explain.request.options import ExplainOptions
 from modelyard.handlers.explain.request.targets import (
@@ -217,9 +217,13 @@ def explain_batch(
         TwinDiffers: artifact and twin give different outputs for these inputs.
     """
     found: dict[tuple[str, int], list[Explanation]] = {}
-    for name in dict.fromkeys(name for option in options for name in option.output_name):
-        rows = [row for row, option in enumerate(options) if name in option.output_name]
+    groups: dict[tuple[str, StandIn | None], list[int]] = {}
+    for row, option in enumerate(options):
+        for name in option.output_name:
+            groups.setdefault((name, METHODS[option.method].stand_in), []).append(row)
+    for (name, stand_in), rows in groups.items():
         part = version.at_output(name) if name else version
+        part = stand_in(part) if stand_in else part
         each = _explain_output(part, tuple(tensor[rows] for tensor in inputs), options, rows)
         found |= zip([(name, row) for row in rows], each, strict=True)
     return [
@@ -282,6 +286,8 @@ def _explain_alike(
     starts = [_class_of(version, each) for each in outputs]
     windows = [_windows(version, rows[row], request.inputs, options) for row, _ in owners]
     settings: dict[str, Any] = options.settings()
+    if method.stand_in:
+        settings["artifact"] = artifact
     if method.looks_at_layer:
         settings["at_layer"] = _at_layer(version, split, options)
     attributions = _run(method, request, settings, windows)
@@ -669,9 +675,10 @@ def _baselines(
                 f"baseline {name} has the shape {list(each.shape[1:])}; expected the input's, "
                 f"{list(own.shape[1:])}"
             )
-    if count > 1 and options.method != "gradient_shap":
+    if count > 1 and not METHODS[options.method].takes_sets:
+        several = ", ".join(key for key, method in METHODS.items() if method.takes_sets)
         raise BadInput(
-            f"baseline {name} holds {count} rows; {options.method} takes one, gradient_shap several"
+            f"baseline {name} holds {count} rows; {options.method} takes one, {several} several"
         )
     return split.select(tuple(each.to(own) for each, own in zip(found, inputs, strict=True)))
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -14,7 +14,12 @@ from modelyard.handlers.explain.attribute.attribution import (
 from modelyard.handlers.explain.attribute.cut import Cut
 from modelyard.handlers.models.backends import Artifact
 
+if TYPE_CHECKING:
+    from modelyard.handlers.explain.request.targets import ExplainedModel
+
 Shapes = tuple[tuple[int, ...], ...]
+
+StandIn = Callable[["ExplainedModel"], "ExplainedModel"]
 
 Groups = Sequence[Tensor | None]
 """Number of the group that each value of an input is of, (*S) int64 from 0 in their order: words,
@@ -62,6 +67,13 @@ class Method:
     """Every value of a window has what belongs to the window as a whole."""
     is_random: bool = False
     """Runs for each request by itself, so that its seed alone decides over the answer."""
+    takes_sets: bool = False
+    """Explains a mean over baselines, of which there may be several."""
+    stand_in: StandIn | None = None
+    """Returns what it explains of a model; it is given the `artifact` of that."""
+    suits: Callable[[Artifact, str | None], bool] | None = None
+    """Whether an output by its name, of an artifact without gradients, is explained by it unless a
+    request names another method."""
 
 
 @dataclass(frozen=True)
