@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 MOST_GOLDEN = 1e-2
 """Largest tolerance of a golden request that is believed without a word of the user's."""
+CODE = (".py", ".so", ".pyd", ".whl")
+"""Ends of the names of files whose code an archive's worker may import."""
 NOTHING_COMPARED = (
     "nothing says what it must answer, so a model that is wrong would pass: archive it with "
     "--example FILE, or with --explain-artifact"
@@ -33,7 +35,8 @@ class Check:
     """One thing that was compared."""
 
     subject: str
-    """`digests`, `signature`, `tolerance`, `loading`, `golden 0`, `parity`, `proof`, `nothing`."""
+    """`digests`, `signature`, `tolerance`, `loading`, `golden 0`, `parity`, `proof`, `nothing`,
+    `code`."""
     result: str
     """What was seen, in a few words."""
     problem: str | None = None
@@ -159,6 +162,9 @@ def _run(archive: Archive, device: str) -> Iterator[Check]:
         yield _parity_check(outcome.parity)
     if other := find_other_versions(archive.manifest, archive.read):
         yield Check("proof", f"{other}; {_describe(outcome)}")
+    if own := [name for name in archive.names if name.endswith(CODE)]:
+        shown = ", ".join(own[:3]) + (f" and {len(own) - 3} more" if len(own) > 3 else "")
+        yield Check("code", f"{shown} ran in the process that compares: believe whoever wrote it")
 
 
 def _describe(outcome: Replay) -> str:

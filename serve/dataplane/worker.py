@@ -52,6 +52,10 @@ AHEAD_S = 0.004
 """Work that a worker holds, so that it never waits for the server: several of its turns."""
 MOST_AHEAD = 256
 """Jobs that it may hold for that."""
+EXPLAINED_S = 0.1
+"""Explanations that take longer together are answered one after another, who came first first.
+Sharing passes halves the time of those that take 7 ms, and saves nothing of 25 ms and more, each
+of which fills them."""
 Aside = tuple[bytes, Sequence[Buffer], int, ReplySink, int]
 """A job that nobody waits for: head, parts, flags, sink and rows (0 for one)."""
 
@@ -598,10 +602,14 @@ class Worker(asyncio.BufferedProtocol):
         """Return how many more jobs of this kind it takes.
 
         Two batches of predictions, or as many as it does while the server looks after clients, if
-        it has just done some; one of explanations, which are long.
+        it has just done some; one of explanations, which are long, and no more than are short
+        together.
         """
         if kind == EXPLAIN:
-            return self._plan.run.batch_size - self.held[kind]
+            most, job_s = self._plan.run.batch_size, self._pool.job_s(kind)
+            if job_s:
+                most = min(most, max(1, int(EXPLAINED_S / job_s)))
+            return most - self.held[kind]
         most = 2 * self._plan.run.batch_size
         job_s = self._pool.own_job_s
         if job_s and monotonic() - self._replied_at < AHEAD_S:

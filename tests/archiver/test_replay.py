@@ -433,6 +433,23 @@ def test_an_archive_of_torchserve_is_checked_for_safety_and_not_proven(tmp_path:
     assert (code, found["is_sealed"], len(found["checks"])) == (1, False, 1)
 
 
+def test_verify_names_the_code_whose_word_its_comparison_is(tmp_path: Path) -> None:
+    """A handler can replace what compares it, and nothing that runs beside it can know."""
+    forger = ECHO + (
+        "from modelyard.serve.worker import check\ncheck.compare_golden = lambda *_: None\n"
+    )
+    path = echo(tmp_path / "in", forger, "request.txt=7")
+
+    code, found = verified(path)
+
+    assert code == 0
+    assert found["checks"][-1] == {
+        "subject": "code",
+        "result": "echo.py ran in the process that compares: believe whoever wrote it",
+        "problem": None,
+    }
+
+
 def test_verify_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import tempfile
 

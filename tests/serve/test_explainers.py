@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -16,6 +18,7 @@ CONFIGS = {
     "shared": "minWorkers: 1\nexplainWorkers: 0\n",
     "hasty": "minWorkers: 1\nclientTimeoutInMills: 300\n",
     "removed": "minWorkers: 1\n",
+    "in-turn": "minWorkers: 1\n",
     "early": "minWorkers: 1\nexplainWorkers: 1\n",
 }
 
@@ -58,6 +61,22 @@ def test_explanations_have_a_worker_of_their_own_from_the_first_one_on(server: L
     assert own != pid
     assert int(niceness) > 0
     assert len(server.describe("apart")["workers"]) == 1
+
+
+@pytest.mark.parametrize(("takes", "most"), [("0.2", 1), ("0.001", 4)])
+def test_those_that_are_short_are_answered_together_others_in_turn(
+    server: LiveServer, takes: str, most: int
+) -> None:
+    """Whoever came first to a long line is answered first, and nobody with the last one."""
+    for _ in range(40):  # until it is known how long one takes
+        explain(server, "in-turn", f"takes {takes}")
+    with ThreadPoolExecutor() as threads:
+        held = threads.submit(explain, server, "in-turn", "takes 0.5")
+        time.sleep(0.2)
+        asked = [threads.submit(explain, server, "in-turn", f"takes {takes} {i}") for i in range(4)]
+        together = [len(each.result().json()) for each in asked]
+    assert held.result().json() == ["takes 0.5"]
+    assert max(together) == most
 
 
 def test_they_start_at_once_where_somebody_asks_for_them(server: LiveServer) -> None:

@@ -1,4 +1,7 @@
-"""Answers with its process id; explains until it is stopped, and writes down what stopped it."""
+"""Answers with its process id; explains until it is stopped, and writes down what stopped it.
+
+Asked to take some seconds, it takes them for each request, and tells which it was asked together.
+"""
 
 import os
 import time
@@ -13,6 +16,9 @@ def handle(data, context):
     path = bytes(data[0]["body"]).decode()
     if not path:
         return [f"{os.getpid()} {os.nice(0)}"] * len(data)
+    if path.startswith("takes "):
+        time.sleep(float(path.split()[1]) * len(data))
+        return [[bytes(row["body"]).decode() for row in data] for _ in data]
     Path(path).write_text("started")
     try:
         while True:
