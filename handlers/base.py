@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from modelyard.archiver.handler_files import LABELS_FILE
+from modelyard.archiver.handler_files import BACKGROUND_FILE, LABELS_FILE
 from modelyard.archiver.labels import count_problem
 from modelyard.archiver.reference import Reference
 from modelyard.archiver.report import Report
@@ -121,6 +121,7 @@ class BaseHandler:
     formats: ClassVar[tuple[str, ...]] = ("json", "png", "html", "npy")
     """What explanations can be answered in; the first where the request has no wish."""
     default_baseline: str = "zero"
+    default_set: str | None = None
     default_aggregate: ClassVar[str] = "none"
     class_dim: ClassVar[int] = 0
     """Dimension of scores (…) of more than one that is that of the classes."""
@@ -214,6 +215,8 @@ class BaseHandler:
         self.knows_kind = name in found or bool(self.config.get("architectures"))
         if self.inputs and self._pad_id is not None and not any(s.is_float for s in self.inputs):
             self.default_baseline = "pad"
+        if (folder / BACKGROUND_FILE).is_file():
+            self.default_set = f"file:{BACKGROUND_FILE}"
         self.reference = read_reference(folder)
         self.initialized = True
 

@@ -319,7 +319,15 @@ class Explainer:
 
 _HOOKS = (
     *("label", "baselines", "window", "score", "probabilities", "find_target", "name_place"),
-    *("scales", "default_baseline", "embedded", "find_region", "class_dim", "groups"),
+    *(
+        "scales",
+        "default_baseline",
+        "default_set",
+        "embedded",
+        "find_region",
+        "class_dim",
+        "groups",
+    ),
     "output_names",
 )
 """What a handler says of its model by the names of `ExplainedModel`."""

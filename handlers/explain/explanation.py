@@ -106,6 +106,8 @@ class Explanation:
     cancels; None where the method promises no sum, or all are 0."""
     error: float | None
     """How far off the attributions are, as a share of their norm; None where nobody knows."""
+    baseline_error: float | None
+    """The same of a set of baselines, as a sample of all that could be in it."""
     n_steps: int
     tolerance_met: bool | None
     """Whether the error is within the tolerance; None where nobody knows."""
@@ -160,8 +162,9 @@ class Explanation:
             "tolerance": self.options.tolerance,
             "warnings": list(self.warnings),
             "layer": self.options.layer,
+            "baseline_error": self.baseline_error,
         }
-        optional = {name for name in ("against", "layer") if facts[name] is None}
+        optional = {name for name in _OPTIONAL if facts[name] is None}
         shown = [name for name in _FACTS if name not in optional]
         return {
             **{name: facts[name] if name in facts else getattr(self, name) for name in shown},
@@ -173,9 +176,12 @@ _FACTS = (
     *("method", "output_name", "target", "label", "against", "output", "probability", "baseline"),
     *("baseline_label", "baseline_probability", "explained_with", "f_input", "f_baseline"),
     *("f_served", "served_delta", "sum_attributions", "convergence_delta", "relative_delta"),
-    *("net_share", "error", "n_steps", "tolerance", "tolerance_met", "warnings", "layer"),
+    *("net_share", "error", "baseline_error", "n_steps", "tolerance", "tolerance_met"),
+    *("warnings", "layer"),
 )
 """Fields of an answer in their order."""
+_OPTIONAL = ("against", "baseline_error", "layer")
+"""Fields that an answer leaves out where they are None."""
 
 
 @dataclass(frozen=True)
@@ -296,7 +302,7 @@ def _explain_alike(
         options = every_option[row]
         if version.is_of_probabilities:
             options = replace(options, output="probability")
-        baseline = options.baseline or version.default_baseline
+        baseline = _baseline(version, options)
         part = request.part(slice(at, at + 1))
         numbers = _numbers(part, attributions[at], float(served[at]), options)
         numbers["warnings"] += _about_baseline(baseline, *starts[row])
@@ -505,7 +511,8 @@ def _numbers(
         "convergence_delta": delta,
         "relative_delta": relative,
         "net_share": net_share,
-        "error": float(error) if error is not None and bool(error.isfinite()) else None,
+        "error": _finite(error),
+        "baseline_error": _finite(found.set_error),
         "n_steps": int(found.n_steps),
         "tolerance_met": None if error is None else is_within,
         "attributions": tuple(each[0] for each in found.attributions),
@@ -513,6 +520,10 @@ def _numbers(
         "warnings": warnings,
         "sides": None if found.sides is None else tuple(found.sides[0].tolist()),
     }
+
+
+def _finite(number: Tensor | None) -> float | None:
+    return float(number) if number is not None and bool(number.isfinite()) else None
 
 
 def _fixed(method: Method, steps: int) -> dict[str, int]:
@@ -655,11 +666,16 @@ def _at_layer(
     return at_layer
 
 
+def _baseline(version: ExplainedModel, options: ExplainOptions) -> str:
+    several = version.default_set if METHODS[options.method].takes_sets else None
+    return options.baseline or several or version.default_baseline
+
+
 def _baselines(
     version: ExplainedModel, split: _Split, inputs: Tensors, options: ExplainOptions
 ) -> Tensors:
     """Return the baselines (B, *S) of one request, whose inputs are (1, …)."""
-    name = options.baseline or version.default_baseline
+    name = _baseline(version, options)
     if name == "zero" and version.embedded is not None:
         if not split.is_cut:
             raise BadInput(

@@ -146,6 +146,9 @@ class Attribution:
     sides: Tensor | None = None
     """(M, 2) float64: what speaks for the target and what speaks against it, each added up, where
     these are not the sums of the values."""
+    set_error: Tensor | None = None
+    """(M,): of a set of baselines, how far the mean over them is off that over all that they are
+    drawn from, as a share of the norm; NaN of a single one."""
 
     @property
     def total(self) -> Tensor | None:
@@ -174,6 +177,7 @@ class Attribution:
             _rows(self.errors, row),
             None if self.rounding is None else self.rounding[row],
             None if self.sides is None else self.sides[row],
+            None if self.set_error is None else self.set_error[row],
         )
 
 

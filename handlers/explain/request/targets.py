@@ -112,6 +112,8 @@ class ExplainedModel:
     scales: Callable[[Tensor], Tensor] = ranges_of
     """Values of an input (N, *S) → by how much they vary (N, …), which noise is a share of."""
     default_baseline: str = "zero"
+    default_set: str | None = None
+    """The baseline of methods that take several rows."""
     embedded: int | None = None
     """Place of the token ids, which are explained where they have become embeddings."""
     between_chunks: Callable[[], None] = field(default=lambda: None)

@@ -22,12 +22,14 @@ from modelyard.handlers.errors import BadInput, TwinDiffers
 from modelyard.handlers.explain.attribute.attribution import (
     Attribution,
     AttributionRequest,
+    chunks,
     outputs_of,
 )
 from modelyard.handlers.explain.attribute.method import Groups, Method, Shapes
 from modelyard.handlers.explain.attribute.windows import real_dtype
 from modelyard.handlers.models.backends import Artifact
 from modelyard.plugins.tasks.methods.features import features_of
+from modelyard.plugins.tasks.methods.shapley import set_error
 
 if TYPE_CHECKING:
     from modelyard.handlers.explain.request.targets import ExplainedModel
@@ -101,7 +103,7 @@ class Trees:
         return leads @ self.weights + self.base, leads @ abs(self.weights) + abs(self.base)
 
     def shapley(self, row: Array, starts: Array, players: Array, weights: Floats) -> Floats:
-        """Return the Shapley values of players, the mean over rows to start from.
+        """Return the Shapley values (B, G) of players, for each row to start from.
 
         A set of players has the worth that the trees give where its columns are as in the row, the
         others as in the start. To a leaf leads the set, if it leads there, that holds all players
@@ -118,7 +120,7 @@ class Trees:
         Source: Lundberg et al. 2020, algorithm 3 (interventional),
         https://doi.org/10.1038/s42256-019-0138-9
         """
-        found = np.zeros(int(players.max(initial=0)) + 1)
+        found = np.zeros((len(starts), int(players.max()) + 1))
         if not len(self.leaves):
             return found
         # All conditions that a way has for one player are one.
@@ -138,16 +140,18 @@ class Trees:
             return np.logical_and.reduceat(goes, firsts, axis=1)
 
         here = meets(row[None])
-        for chunk in range(0, len(starts), most := max(1, MOST_AT_ONCE // len(steps))):
-            there = meets(starts[chunk : chunk + most])
+        by_owner = np.argsort(owners, kind="stable")
+        parts = np.flatnonzero(np.diff(owners[by_owner], prepend=-1))
+        for chunk in chunks(len(starts), max(1, MOST_AT_ONCE // len(steps))):
+            there = meets(starts[chunk])
             inside, outside = here & ~there, there & ~here
             leads = np.logical_and.reduceat(here | there, begins, axis=1) * gains
             u, v = (np.add.reduceat(each, begins, axis=1, dtype=np.int64)
                     for each in (inside, outside))  # fmt: skip
             wins, loses = ((leads * share[u, v]).repeat(sizes, 1) for share in (gain, loss))
-            each = (wins * inside - loses * outside).sum(0)
-            found += np.bincount(owners, each, len(found))
-        return found / len(starts)
+            each = (wins * inside - loses * outside)[:, by_owner]
+            found[chunk, owners[by_owner[parts]]] = np.add.reduceat(each, parts, axis=1)
+        return found
 
 
 def _shares(most: int) -> tuple[Floats, Floats]:
@@ -400,7 +404,8 @@ def tree_shap(
         )
     features = features_of(request.inputs, shapes, groups)
     players = features.masks[0].numpy()
-    scale, (inputs,), found = artifact.scale, request.inputs, []
+    scale, (inputs,) = artifact.scale, request.inputs
+    found, set_errors = [], []
     for at, (starts,) in enumerate(request.baseline_sets):
         request.between_chunks()
         places = forward.targets[at].reshape(-1)
@@ -408,14 +413,15 @@ def tree_shap(
         signs = artifact.signs[:, places.numpy()] @ counts.double().numpy()
         row, others = scale(inputs[at : at + 1].numpy())[0], scale(starts.numpy())
         values = artifact.trees.shapley(row, others, players, artifact.trees.weights @ signs)
-        each = torch.zeros(features.count, dtype=torch.float64)
-        each[: len(values)] = torch.from_numpy(values)
-        found.append(features.spread(each / features.sizes)[0].to(real_dtype(inputs)))
+        each = torch.from_numpy(values.mean(0)) / features.sizes
+        found.append(features.spread(each)[0].to(real_dtype(inputs)))
+        set_errors.append(set_error(values.T))
     attributions = torch.stack(found)
     return Attribution(
         (attributions,),
         torch.zeros(len(request), dtype=torch.int64),
         (torch.zeros_like(attributions),),
+        set_error=torch.cat(set_errors),
     )
 
 

@@ -61,6 +61,19 @@ def test_values_are_those_of_shap(name: str) -> None:
             assert found.relative_delta is not None and found.relative_delta < 1e-5
 
 
+@pytest.mark.parametrize("name", ["extra_trees", "xgboost_regressor"])
+def test_sampled_values_of_all_sets_are_those_of_shap(name: str) -> None:
+    """Of ten features all sets are asked about, with each of 20 rows."""
+    case = CASES[name]
+    model = model_of(TREES / f"{name}.onnx", rows_of(case, "background"))
+    model = replace(model, probabilities=lambda scores: None, is_of_probabilities=False)
+    options = parse_options({"method": "kernel_shap", "baseline": "file:x"})
+    ((found,),) = explain_batch(model, (rows_of(case, "rows")[:1],), [options])
+    values = np.array(case["values"][0])
+    assert abs(found.attributions[0].numpy() - values).max() <= 1e-6 * abs(values).max()
+    assert (found.n_steps, found.error) == (1022 * 20, 0.0)
+
+
 def graph_of(nodes: list[onnx.NodeProto], width: int, outputs: int, path: Path) -> Path:
     """Write a file of these nodes, from `row` to `y`."""
     row = onnx.helper.make_tensor_value_info("row", onnx.TensorProto.FLOAT, ["n", width])
@@ -231,3 +244,8 @@ def test_a_forest_is_explained_in_probabilities(tmp_path: Path) -> None:
     (answer,) = handler.explain([{"body": row}], context)
     assert (answer["output"], answer["probability"]) == ("probability", answer["f_input"])
     assert answer["f_served"] == answer["f_input"]
+    assert answer["baseline"] == "file:background.json"
+    assert 0 < answer["baseline_error"] < 1
+    context.reset(["a"], queries=[{"baseline": "zero"}])
+    (alone,) = handler.explain([{"body": row}], context)
+    assert (alone["baseline"], "baseline_error" in alone) == ("zero", False)
