@@ -106,8 +106,7 @@ def notes(answer: Answer, sums: tuple[float, float], thing: str, unsure: float =
         unsure: share of all sizes that is below its own error, and drawn pale.
     """
     found = list(answer.get("warnings", ()))
-    if check := answer.get("check"):
-        found.append(check["summary"])
+    found += [answer[name]["summary"] for name in ("check", "change") if answer.get(name)]
     if not any(sums):
         found.append(f"no {thing} changes this output")
     elif answer.get("tolerance_met") is False:

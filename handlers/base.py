@@ -31,9 +31,10 @@ from modelyard.handlers.body import body_of, parse_json
 from modelyard.handlers.context import Context
 from modelyard.handlers.errors import BadInput, LoadError
 from modelyard.handlers.explain.attribute.attribution import Tensors, outputs_of, ranges_of
+from modelyard.handlers.explain.attribute.method import Choice
 from modelyard.handlers.explain.attribute.methods import METHODS
 from modelyard.handlers.explain.draw.bars import Bar
-from modelyard.handlers.explain.explainer import Explainer, as_tuple
+from modelyard.handlers.explain.explainer import MOST_NUMBERED, Explainer, as_tuple
 from modelyard.handlers.explain.explanation import Explanation
 from modelyard.handlers.explain.request.options import ExplainOptions, Region, Row
 from modelyard.handlers.explain.request.targets import ExplainedModel, Target
@@ -321,6 +322,17 @@ class BaseHandler:
             BadInput: it is all one part.
         """
         return self._explaining.name_parts(explanation)
+
+    def numbers(self, row: Mapping[str, Any]) -> Mapping[str, float]:
+        """Return the numbers that a request holds by name, as `choices` has them."""
+        (first, *others) = self._read_row(row)
+        is_row = not others and first.ndim == 1 and len(first) <= MOST_NUMBERED
+        return {str(at): float(each) for at, each in enumerate(first if is_row else ())}
+
+    def choices(self, index: int) -> Sequence[Choice]:
+        """Return what each value of request `index`'s row could be changed to."""
+        ranges = self.reference.ranges if self.reference else {}
+        return [Choice(name, int(name), int(name) + 1, range=each) for name, each in ranges.items()]
 
     def explained_model(self) -> ExplainedModel:
         """Return what explanations need to know of the model version."""

@@ -51,3 +51,4 @@ class ExplainOptions(TypedDict, total=False):
     errors: bool | None
     check: bool | None
     quality: bool | None
+    change: bool | None

@@ -229,7 +229,7 @@ def explain_batch(
             groups.setdefault((name, METHODS[option.method].stand_in), []).append(row)
     for (name, stand_in), rows in groups.items():
         part = version.at_output(name) if name else version
-        part = stand_in(part) if stand_in else part
+        part = replace(stand_in(part), origin=part) if stand_in else part
         each = _explain_output(part, tuple(tensor[rows] for tensor in inputs), options, rows)
         found |= zip([(name, row) for row in rows], each, strict=True)
     return [
@@ -311,7 +311,15 @@ def _explain_alike(
             own = settings | (vars(windows[at]) if method.needs_windows else {})
             own |= _fixed(method, numbers["n_steps"])
             result = Result(
-                part, attributions[at].attributions, method, own, windows[at], options.seed
+                part,
+                attributions[at].attributions,
+                method,
+                own,
+                windows[at],
+                options.seed,
+                version.origin or version,
+                rows[row],
+                target.against,
             )
             measures[name], warnings = MEASURES[name](result)
             numbers["warnings"] += warnings

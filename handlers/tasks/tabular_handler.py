@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,6 +20,7 @@ from modelyard.handlers.body import body_of, parse_json
 from modelyard.handlers.context import Context
 from modelyard.handlers.errors import BadInput, LoadError
 from modelyard.handlers.explain.attribute.attribution import Tensors
+from modelyard.handlers.explain.attribute.method import Choice
 from modelyard.handlers.explain.draw.bars import Bar
 from modelyard.handlers.explain.explanation import Explanation, as_lists
 from modelyard.handlers.models.backends import Output
@@ -52,6 +54,11 @@ class Feature:
     def columns(self) -> int:
         """How many it has."""
         return len(self.one_hot) or 1
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """What it can be, where that is text."""
+        return self.one_hot or tuple(self.values)
 
     @property
     def part(self) -> str:
@@ -181,6 +188,23 @@ class TabularHandler(Lists, Classifier):
             for part, value in self.by_part(explanation.attributions[0]).items()
         ]
 
+    def numbers(self, row: Mapping[str, Any]) -> Mapping[str, float]:
+        """Return the numbers of a row by the features' names."""
+        sent = self._row_of(parse_json(body_of(row)))
+        return {each.name: sent[each.name] for each in self.features if not each.texts}
+
+    def choices(self, index: int) -> list[Choice]:
+        """Return what the features of request `index` could be."""
+        ranges = self.reference.ranges if self.reference else {}
+        found, start = [], 0
+        for each in self.features:
+            end, value = start + each.columns, self.rows[index][each.name]
+            encode = partial(_scaled, each)
+            given = (each.name, start, end, value, each.texts, ranges.get(each.name), encode)
+            found.append(Choice(*given))
+            start = end
+        return found
+
     def by_part(self, values: Tensor) -> dict[str, float]:
         """Add values of the columns (F,) up by feature or group."""
         found: dict[str, float] = {}
@@ -289,7 +313,7 @@ def _read_feature(file: str, at: int, entry: Any) -> Feature:
 
 
 def _scaled(feature: Feature, value: Any) -> list[float]:
-    if texts := feature.one_hot or tuple(feature.values):
+    if texts := feature.texts:
         if not isinstance(value, str) or value not in texts:
             raise BadInput(
                 f"{feature.name} is {json.dumps(value)}; expected one of {', '.join(texts)}"

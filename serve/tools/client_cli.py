@@ -180,9 +180,9 @@ def _print_explanation(answer: "Answer") -> bool:
             if name in quality:
                 grid.add_row(name, f"{quality[name]['area']:.4g}, the mean of its curve")
         out.print(grid)
-        for sentence in (each.get("check", {}).get("summary"), *each.get("warnings", ())):
-            if sentence:
-                out.print(escape(sentence), soft_wrap=True)
+        said = [each[name]["summary"] for name in ("check", "change") if name in each]
+        for sentence in (*said, *each.get("warnings", ())):
+            out.print(escape(sentence), soft_wrap=True)
         if bars := _bars(each):
             _print_bars(bars)
     is_text = "tokens" in explanations[0]

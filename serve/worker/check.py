@@ -24,7 +24,7 @@ The archiver has it run, for a dry run before an archive is written and to verif
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -87,14 +87,16 @@ def _explain_reference(service: load.Service, place: Path) -> str:
         LoadError: a request cannot be used; it is named.
     """
     rows: list[dict[str, float]] = []
+    numbers: list[Mapping[str, float]] = []
     for name, body in _read_requests(place):
         service.context.reset([name])
         try:
             rows += service.shares([{"body": body}], service.context)
+            numbers.append(service.handler.numbers({"body": body}))
         except HandlerError as error:
             raise LoadError(f"--reference: {name} cannot be explained: {error}") from error
     try:
-        return format_reference(make_reference(rows)).decode()
+        return format_reference(make_reference(rows, numbers)).decode()
     except ValueError as error:
         raise LoadError(f"--reference: {place.name}: {error}") from error
 

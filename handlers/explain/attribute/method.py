@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from modelyard.archiver.reference import Range
 from modelyard.handlers.explain.attribute.attribution import (
     Attribution,
     AttributionRequest,
@@ -77,6 +78,24 @@ class Method:
 
 
 @dataclass(frozen=True)
+class Choice:
+    """A feature of a row, and what it could be."""
+
+    name: str
+    start: int
+    """The first of its columns in the model's input (N, F)."""
+    end: int
+    value: Any = None
+    """The value that was sent; None for the number in its column."""
+    texts: Sequence[str] = ()
+    """All that a category can be."""
+    range: Range | None = None
+    """Where its number lies in the reference."""
+    encode: Callable[[Any], Sequence[float]] = lambda value: (value,)
+    """A value → its columns."""
+
+
+@dataclass(frozen=True)
 class Result:
     """One explanation, and what it was made with."""
 
@@ -90,6 +109,12 @@ class Result:
     windows: Windows
     """The least ones that could be, for methods without windows."""
     seed: int
+    version: "ExplainedModel"
+    """The model that predicts."""
+    row: int
+    """Index of the request in its batch."""
+    against: Any = None
+    """The target that it is compared with."""
 
 
 class Measurement(NamedTuple):

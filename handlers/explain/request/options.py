@@ -192,6 +192,7 @@ class ExplainOptions:
     format: Literal["json", "png", "html", "overlay", "npy"] = "json"
     check: bool = False
     quality: bool = False
+    change: bool = False
     given: frozenset[str] = field(default=frozenset(), compare=False)
     """The names that the request gave a value."""
 

@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from modelyard.handlers.explain.attribute.attribution import AttributionRequest, Tensors
+from modelyard.handlers.explain.attribute.attribution import AttributionRequest, Tensors, chunks
 from modelyard.handlers.explain.attribute.method import Groups, Shapes, group_of
 
 
@@ -57,8 +57,9 @@ class Features:
         count = len(starts[0])
         found = []
         every = torch.arange(len(kept) * count, device=request.device)
-        for at in every.split(request.chunk_rows):
+        for chunk in chunks(len(every), request.chunk_rows):
             request.between_chunks()
+            at = every[chunk]
             inside = kept[at // count]
             points = tuple(
                 end.where(inside[:, mask], start[at % count])

@@ -183,7 +183,8 @@ class TreeArtifact(Artifact):
         super().__init__(artifact.format, self._sums, artifact.inputs, artifact.device)
         self.file, self.path = artifact.file, artifact.path
         self._artifact = artifact
-        node, self._place, self.link, self.scale = _find(artifact, name)
+        node, self._place, self.link, self.steps = _find(artifact, name)
+        """Steps before the trees, which each take rows (R, F)."""
         self.trees = _read(node)
         sums, is_classifier = len(self.trees.base), node.op_type.endswith("Classifier")
         self.signs = np.eye(sums)
@@ -194,6 +195,10 @@ class TreeArtifact(Artifact):
             self.signs = np.array([[-1.0, 1.0]])
             if (self.trees.weights >= 0).all():
                 self._first, self.link = 1.0, None
+
+    def scale(self, rows: Array) -> Array:
+        """Return rows (R, F) as the trees read them."""
+        return reduce(lambda each, step: step(each), self.steps, rows)
 
     def _sums(self, row: Tensor) -> Tensor:
         output = self._artifact(row)
@@ -237,9 +242,28 @@ def suits(artifact: Artifact, name: str | None) -> bool:
 _opened = lru_cache(8)(TreeArtifact)
 
 
+def cuts_of(artifact: Artifact, name: str | None) -> Mapping[int, Array] | None:
+    """Return the first numbers of all stretches of each column in which no node tells two apart.
+
+    None where the output does not come of trees alone, which read the columns as they are.
+    """
+    if not suits(artifact, name) or _opened(artifact, name).steps:
+        return None
+    trees = _opened(artifact, name).trees
+    values = trees.thresholds.astype(np.float32)
+    behind = np.nextafter(values, np.float32(np.inf))
+    begins = {"BRANCH_LT": [values], "BRANCH_GTE": [values], "BRANCH_LEQ": [behind],
+              "BRANCH_GT": [behind], "LEAF": []}  # fmt: skip
+    found: dict[int, set[Any]] = {}
+    for at, mode in enumerate(trees.modes):
+        each = begins.get(str(mode), [values, behind])
+        found.setdefault(int(trees.columns[at]), set()).update(firsts[at] for firsts in each)
+    return {at: np.array(sorted(each), np.float32) for at, each in found.items()}
+
+
 def _find(
     artifact: Artifact, name: str | None
-) -> tuple[Any, int, Callable[[Tensor], Tensor] | None, _Scale]:
+) -> tuple[Any, int, Callable[[Tensor], Tensor] | None, list[_Scale]]:
     """Return the node of an output's trees, the output's place, the link and what rows become."""
     import onnx
 
@@ -294,7 +318,7 @@ def _find(
         value = before.input[0]
     if [value] != [each.name for each in graph.input if each.name not in constants]:
         raise fail(None)
-    return node, names.index(name), link, partial(reduce, lambda rows, step: step(rows), steps)
+    return node, names.index(name), link, steps
 
 
 def _attributes(node: Any) -> dict[str, Any]:
