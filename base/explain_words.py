@@ -52,11 +52,17 @@ def question(answer: Answer) -> str:
     return f"{name or 'output'} “{label}”"
 
 
+def baseline(answer: Answer) -> str:
+    """Return what an input is compared with."""
+    means = answer.get("baseline_means")
+    return f"{answer['baseline']}: {means}" if means else str(answer["baseline"])
+
+
 def way(answer: Answer) -> str:
     """Return where the output came from, and how far."""
     name = "output" if answer.get("probability") is None else answer["output"]
     return (
-        f"{name} from {number(answer['f_baseline'])} (baseline {answer['baseline']}) to "
+        f"{name} from {number(answer['f_baseline'])} (baseline {baseline(answer)}) to "
         f"{number(answer['f_input'])}"
     )
 

@@ -411,6 +411,10 @@ class BaseHandler:
         """
         return self._explaining.baselines(name, inputs, seed)
 
+    def baseline_means(self, name: str) -> str | None:
+        """Return in words what a baseline is, where its name does not say it."""
+        return None
+
     def baseline(self, name: str, inputs: Tensor, seed: int = 0) -> Tensor:
         """Return the input (1, *S) that stands for "no information", for one request's (1, *S).
 

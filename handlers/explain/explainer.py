@@ -320,7 +320,7 @@ class Explainer:
 _HOOKS = (
     *("label", "baselines", "window", "score", "probabilities", "find_target", "name_place"),
     *("scales", "default_baseline", "default_set", "embedded", "find_region", "class_dim"),
-    *("groups", "choices", "output_names"),
+    *("groups", "choices", "baseline_means", "output_names"),
 )
 """What a handler says of its model by the names of `ExplainedModel`."""
 

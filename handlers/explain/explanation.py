@@ -117,6 +117,8 @@ class Explanation:
     """(*S) each: how far off each attribution may be."""
     names: tuple[str, ...]
     """Names of the explained inputs."""
+    baseline_means: str | None = None
+    """What the baseline is, where its name does not say it."""
     baseline_label: str | None = None
     """What a prediction says of the baseline."""
     baseline_probability: float | None = None
@@ -162,6 +164,7 @@ class Explanation:
             "tolerance": self.options.tolerance,
             "warnings": list(self.warnings),
             "layer": self.options.layer,
+            "baseline_means": self.baseline_means,
             "baseline_error": self.baseline_error,
         }
         optional = {name for name in _OPTIONAL if facts[name] is None}
@@ -174,13 +177,20 @@ class Explanation:
 
 _FACTS = (
     *("method", "output_name", "target", "label", "against", "output", "probability", "baseline"),
-    *("baseline_label", "baseline_probability", "explained_with", "f_input", "f_baseline"),
+    *(
+        "baseline_means",
+        "baseline_label",
+        "baseline_probability",
+        "explained_with",
+        "f_input",
+        "f_baseline",
+    ),
     *("f_served", "served_delta", "sum_attributions", "convergence_delta", "relative_delta"),
     *("net_share", "error", "baseline_error", "n_steps", "tolerance", "tolerance_met"),
     *("warnings", "layer"),
 )
 """Fields of an answer in their order."""
-_OPTIONAL = ("against", "baseline_error", "layer")
+_OPTIONAL = ("against", "baseline_means", "baseline_error", "layer")
 """Fields that an answer leaves out where they are None."""
 
 
@@ -304,6 +314,8 @@ def _explain_alike(
             options = replace(options, output="probability")
         baseline = _baseline(version, options)
         part = request.part(slice(at, at + 1))
+        count = len(sets[row][0])
+        means = version.baseline_means(baseline)
         numbers = _numbers(part, attributions[at], float(served[at]), options)
         numbers["warnings"] += _about_baseline(baseline, *starts[row])
         measures = {}
@@ -327,6 +339,7 @@ def _explain_alike(
             Explanation(
                 options=options,
                 baseline=baseline,
+                baseline_means=f"the mean over {count} rows" if count > 1 else means,
                 names=split.names,
                 explained_with=artifact.file,
                 target=target.name,

@@ -47,6 +47,8 @@ class Feature:
     """Text → number, for a feature of texts."""
     one_hot: tuple[str, ...] = ()
     """Texts with a column each, 1 in that of the text and 0 in the others."""
+    is_centred: bool = False
+    """Whether a mean is said, which a 0 of the model then stands for."""
     group: str | None = None
     """What explanations take several features of this group for: one of this name."""
 
@@ -158,6 +160,21 @@ class TabularHandler(Lists, Classifier):
             )
         return torch.zeros_like(inputs)
 
+    def baseline_means(self, name: str) -> str | None:
+        """Return what the model's zeros are, by the means that `features.json` says."""
+        if name not in ("mean", "zero"):
+            return None
+        kinds = {
+            "no category": [each for each in self.features if each.one_hot],
+            "mean": [each for each in self.features if not each.one_hot and each.is_centred],
+            "0": [each for each in self.features if not each.one_hot and not each.is_centred],
+        }
+        none = ", without a category" if kinds["no category"] else ""
+        if kinds["mean"] and kinds["0"]:
+            zeros = ", ".join(each.name for each in kinds["0"])
+            return f"the average row, but 0 for {zeros}{none}"
+        return f"{'the average row' if kinds['mean'] else '0 for every number'}{none}"
+
     def scales(self, inputs: Tensor) -> Tensor:
         """Return the standard deviation of each feature, as the model sees it (N, F)."""
         scales = torch.tensor(
@@ -170,7 +187,10 @@ class TabularHandler(Lists, Classifier):
         (attributions,) = explanation.attributions
         if explanation.options.layer is not None:
             return {}
-        return {"features": self.by_part(attributions), "values": self.rows[index]}
+        errors = {}
+        if explanation.options.errors and explanation.errors is not None:
+            errors["feature_errors"] = self.by_part(explanation.errors[0])
+        return {"features": self.by_part(attributions), **errors, "values": self.rows[index]}
 
     def bars(self, index: int, inputs: Tensors, explanation: Explanation) -> list[Bar]:
         """Return the features and groups by name, with the values that were sent."""
@@ -305,7 +325,7 @@ def _read_feature(file: str, at: int, entry: Any) -> Feature:
         raise LoadError(f"{place} has one_hot and {', '.join(others)}; expected one_hot alone")
     if group is not None and (not isinstance(group, str) or not group):
         raise LoadError(f'{place} has "group": {group!r}; expected a name')
-    feature = Feature(**{**entry, "one_hot": tuple(one_hot)})
+    feature = Feature(**{**entry, "one_hot": tuple(one_hot), "is_centred": "mean" in entry})
     numbers = (feature.mean, feature.std, *feature.values.values())
     if not all(map(_is_number, numbers)) or feature.std <= 0:
         raise LoadError(f"{place} is {entry!r}; expected finite numbers, and std above 0")

@@ -43,7 +43,17 @@ POLICY = (
 """Nothing is loaded, and nothing runs but the one script: a browser holds the page to that."""
 
 _NOT_SETTINGS = frozenset(
-    {"warnings", "change", "tokens", "features", "values", "attributions", "errors"}
+    {
+        "warnings",
+        "change",
+        "tokens",
+        "words",
+        "features",
+        "feature_errors",
+        "values",
+        "attributions",
+        "errors",
+    }
 )
 
 

@@ -113,6 +113,8 @@ class ExplainedModel:
     scales: Callable[[Tensor], Tensor] = ranges_of
     """Values of an input (N, *S) → by how much they vary (N, …), which noise is a share of."""
     default_baseline: str = "zero"
+    baseline_means: Callable[[str], str | None] = lambda name: None
+    """Name of a baseline → what it is, in words."""
     default_set: str | None = None
     """The baseline of methods that take several rows."""
     embedded: int | None = None
