@@ -31,6 +31,8 @@ from modelyard.handlers.tasks.lists import Lists
 _LIST_OF_ROWS = re.compile(r"\s*\[\s*[\[{]")
 _PEEKED = 64
 """Bytes of a body in which a list of rows shows; JSON is read once where it holds one row."""
+MOST_DIGITS = 8
+"""Characters of a number that are drawn; of a longer one six digits."""
 _KEYS = ("name", "mean", "std", "values", "one_hot", "group")
 
 
@@ -200,6 +202,8 @@ class TabularHandler(Lists, Classifier):
         sent: dict[str, list[str]] = {}
         for feature in self.features:
             value = str(row[feature.name])
+            if isinstance(row[feature.name], float) and len(value) > MOST_DIGITS:
+                value = f"{row[feature.name]:.6g}"
             said = value if feature.part == feature.name else f"{feature.name} {value}"
             sent.setdefault(feature.part, []).append(said)
         errors = {} if explanation.errors is None else self.by_part(explanation.errors[0])

@@ -22,7 +22,7 @@ def test_shares_are_averaged_over_the_rows_that_have_any() -> None:
 
 
 def test_ranges_are_of_the_numbers_that_the_rows_held() -> None:
-    numbers = [{"a": 3, "b": 0.5}, {"a": -1, "b": 2}]
+    numbers = [{"a": 3.0, "b": 0.5}, {"a": -1.0, "b": 2.0}]
     reference = make_reference([{"a": 1.0}], numbers)
     assert reference.ranges == {"a": Range(-1, 3, True), "b": Range(0.5, 2, False)}
     assert parse_reference(format_reference(reference)) == reference

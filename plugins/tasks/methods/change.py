@@ -35,8 +35,8 @@ MOST_SORTED = 2_000_000
 """Changes of so many features that are put in order by their size, at most."""
 BEAM = 8
 """Changes of several features that are carried on with a further one."""
-VALUES = 3
-"""Values of a further feature that these are carried on with."""
+DEPTHS = 6
+"""Features that there are to be predictions for; the more, the fewer values of each are tried."""
 HALVINGS = 12
 ROUNDING = 1e-3
 """Share of a range that a number may be moved on by, to be one of few digits."""
@@ -46,7 +46,7 @@ NEIGHBOURS = 400
 ROWS = 256
 """Rows that share a pass."""
 Z = 1.96
-"""Of an interval of 95 %."""
+"""Half the width of an interval of 95 %, in standard deviations."""
 
 Step = tuple[int, Any]
 """A feature by its place among the choices, and the value that it gets."""
@@ -255,12 +255,18 @@ def _carry_on(search: Search, tried: Sequence[Found]) -> Found | None:
     by_feature: dict[int, list[Steps]] = {}
     for each in sorted(tried, key=lambda each: -each.margin):
         by_feature.setdefault(each.steps[0][0], []).append(each.steps)
-    singles = [steps for every in by_feature.values() for steps in every[:VALUES]]
+    left = MOST_PREDICTIONS - search.asked
+    number = max(1, left // (DEPTHS * BEAM * max(1, len(by_feature))))
+    singles = [steps for every in by_feature.values() for steps in every[:number]]
     while tried:
-        beam = sorted(tried, key=lambda each: -each.margin)[:BEAM]
+        # The best of each set of features: others have other values of the same.
+        beam: dict[tuple[int, ...], Found] = {}
+        for each in sorted(tried, key=lambda each: (-each.margin, each.cost)):
+            if len(beam) < BEAM:
+                beam.setdefault(tuple(at for at, _ in each.steps), each)
         every = {
             tuple(sorted((*each.steps, step), key=lambda one: one[0]))
-            for each in beam
+            for each in beam.values()
             for (step,) in singles
             if step[0] not in {at for at, _ in each.steps}
         }
@@ -374,7 +380,7 @@ def _told(search: Search, found: Found, sure: str, seed: int) -> dict[str, Any]:
 def holds(search: Search, found: Found, seed: int) -> tuple[float, float, float]:
     """Return of how many neighbours X is predicted too, and the interval of that (Wilson, 95 %).
 
-    A neighbour has every number that is not whole moved by up to `NOISE` of its range.
+    A neighbour has every number moved by up to `NOISE` of its range, a whole one by whole steps.
     """
     random = np.random.default_rng(seed)
     values = dict(found.steps)
@@ -382,10 +388,11 @@ def holds(search: Search, found: Found, seed: int) -> tuple[float, float, float]
     for _ in range(NEIGHBOURS):
         row = search.changed(found.steps)
         for at, choice in enumerate(search.choices):
-            if choice.range is not None and not choice.texts and not choice.range.is_whole:
+            if choice.range is not None and not choice.texts:
                 width = choice.range.high - choice.range.low
-                moved = values.get(at, choice.value) + random.uniform(-NOISE, NOISE) * width
-                row[choice.start : choice.end] = choice.encode(float(moved))
+                noise = random.uniform(-NOISE, NOISE) * width
+                noise = round(noise) if choice.range.is_whole else noise
+                row[choice.start : choice.end] = choice.encode(values.get(at, choice.value) + noise)
         rows.append(row)
     share = float((search.margins(search.scores(rows)) > 0).mean())
     count = NEIGHBOURS + Z**2
@@ -416,13 +423,13 @@ def _summary(search: Search, found: Found | None, sure: str, fields: Mapping[str
             f"{search.asked} predictions; {_NONE[sure]}"
         )
     said = ", ".join(
-        f"{each['feature']} {_spell(each['from'])} → {_spell(each['to'])}"
+        f"{each['feature']} {_spell(each['to'])} in place of {_spell(each['from'])}"
         for each in fields["changes"]
     )
     kept = fields["holds"]
     return (
-        f"“{label}” with {said} (probability {fields['probability']:.3f}; {_SURE[sure]}; "
-        f"holds for {100 * kept['share']:.0f} % of neighbours within {100 * NOISE:.0f} %)"
+        f"“{label}” with {said}: probability {fields['probability']:.3f}; {_SURE[sure]}; it holds "
+        f"for {100 * kept['share']:.0f} % of neighbours within {100 * NOISE:.0f} % of the ranges"
     )
 
 

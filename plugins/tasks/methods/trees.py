@@ -39,7 +39,7 @@ _Scale = Callable[[Array], Array]
 Bools = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float64]
 
-MOST_AT_ONCE = 1 << 23
+MOST_AT_ONCE = 1 << 20
 """Conditions of paths that are looked at in one go, of so many rows of the baseline."""
 
 _ROUNDING = 1e-5
@@ -140,17 +140,23 @@ class Trees:
             return np.logical_and.reduceat(goes, firsts, axis=1)
 
         here = meets(row[None])
-        by_owner = np.argsort(owners, kind="stable")
-        parts = np.flatnonzero(np.diff(owners[by_owner], prepend=-1))
         for chunk in chunks(len(starts), max(1, MOST_AT_ONCE // len(steps))):
             there = meets(starts[chunk])
-            inside, outside = here & ~there, there & ~here
-            leads = np.logical_and.reduceat(here | there, begins, axis=1) * gains
-            u, v = (np.add.reduceat(each, begins, axis=1, dtype=np.int64)
-                    for each in (inside, outside))  # fmt: skip
-            wins, loses = ((leads * share[u, v]).repeat(sizes, 1) for share in (gain, loss))
-            each = (wins * inside - loses * outside)[:, by_owner]
-            found[chunk, owners[by_owner[parts]]] = np.add.reduceat(each, parts, axis=1)
+            leads = np.logical_and.reduceat(here | there, begins, axis=1)
+            # Most leaves are out of reach: what follows is of the others alone.
+            rows, conditions = np.nonzero(leads.repeat(sizes, 1))
+            inside = here[0, conditions] & ~there[rows, conditions]
+            outside = there[rows, conditions] & ~here[0, conditions]
+            which = np.nonzero(leads)[1]
+            first = np.cumsum(sizes[which]) - sizes[which]
+            u, v = (np.add.reduceat(each, first, dtype=np.int64) for each in (inside, outside))
+            wins, loses = (
+                (gains[which] * share[u, v]).repeat(sizes[which]) for share in (gain, loss)
+            )
+            count = found.shape[1]
+            each = wins * inside - loses * outside
+            sums = np.bincount(rows * count + owners[conditions], each, len(there) * count)
+            found[chunk] = sums.reshape(-1, count)
         return found
 
 
