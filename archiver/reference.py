@@ -3,40 +3,27 @@
 A part is a named feature of a table or a region of a picture; its share is its part of the sum of
 all |attributions| of an explanation. `MAR-INF/reference.json` holds
 
-    {"rows": 200, "shares": {"age": 0.31, "income": 0.52, "other": 0.17},
-     "ranges": {"age": {"low": 18, "high": 94, "is_whole": true}, …}}
+    {"rows": 200, "shares": {"age": 0.31, "income": 0.52, "other": 0.17}}
 
 the means over the rows that were explained when the archive was written. Live predictions are
-explained for the same parts, and their means compared with these. Ranges are of the numbers that
-the rows held, by which a change of a row is bounded.
+explained for the same parts, and their means compared with these.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
+from modelyard.archiver.ranges import Range, read_ranges
 from modelyard.archiver.untrusted.json import Fields, format_json, parse_json
 from modelyard.archiver.untrusted.names import quoted
 
 MOST_PARTS = 32
 """Most parts that are told apart; the others, which count least, are one: `other`."""
 OTHER = "other"
-MOST_RANGES = 256
-"""Numbers of a row whose ranges are kept."""
 MAX_NAME = 128
 """Characters of a part's name that are kept."""
 MAX_BYTES = 64 * 1024
 _ROUNDING = 1e-3
 """How far from 1 the means may add up to."""
-
-
-class Range(NamedTuple):
-    """What the rows held of one number."""
-
-    low: float
-    high: float
-    is_whole: bool
-    """Whether all were whole numbers."""
 
 
 @dataclass(frozen=True)
@@ -69,14 +56,8 @@ class Reference:
         return sum(abs(shares[name] - mean) for name, mean in self.shares.items()) / 2
 
 
-def make_reference(
-    rows: list[dict[str, float]], numbers: Sequence[Mapping[str, float]] = ()
-) -> Reference:
+def make_reference(rows: list[dict[str, float]]) -> Reference:
     """Average the shares of rows; the parts with the largest means keep their names.
-
-    Args:
-        rows: part → share, of each.
-        numbers: name → number that each held, which ranges are made of.
 
     Raises:
         ValueError: none of the rows has any.
@@ -93,20 +74,14 @@ def make_reference(
     means = dict.fromkeys(kept, 0.0)
     for name, total in sums.items():
         means[name if name in means else OTHER] += total / len(rows)
-    columns = {name: [row[name] for row in numbers] for name in (numbers or [{}])[0]}
-    ranges = {
-        name: Range(min(each), max(each), all(float(one).is_integer() for one in each))
-        for name, each in list(columns.items())[:MOST_RANGES]
-        if len(name) <= MAX_NAME
-    }
-    return Reference(len(rows), {n: round(mean, 6) for n, mean in means.items()}, ranges)
+    return Reference(len(rows), {name: round(mean, 6) for name, mean in means.items()})
 
 
 def format_reference(reference: Reference) -> bytes:
     """Write what `parse_reference` reads."""
     ranges = {name: each._asdict() for name, each in reference.ranges.items()}
-    document = {"rows": reference.rows, "shares": dict(reference.shares)}
-    return format_json(document | ({"ranges": ranges} if ranges else {}))
+    document = {"rows": reference.rows, "shares": dict(reference.shares), "ranges": ranges}
+    return format_json(document)
 
 
 def parse_reference(data: bytes) -> Reference:
@@ -119,14 +94,7 @@ def parse_reference(data: bytes) -> Reference:
     problems = fields.problems
     rows, entries = fields.integer("rows"), fields.object("shares")
     shares = {name: entries.number(name) for name in entries.values}
-    stated = fields.object("ranges") if "ranges" in fields.values else Fields({})
-    ranges = {}
-    for name in stated.values:
-        each = stated.object(name)
-        ends = each.number("low"), each.number("high")
-        ranges[name] = Range(*ends, each.boolean("is_whole"))
-        if ends[0] > ends[1]:
-            problems.append(f"the range of {quoted(name)} ends before it begins")
+    ranges = read_ranges(fields)
     if not problems:
         problems += [f"{quoted(name)} is {share}" for name, share in shares.items() if share < 0]
         problems += [f"{quoted(name)} is too long" for name in shares if len(name) > MAX_NAME]

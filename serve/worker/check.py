@@ -25,12 +25,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from modelyard.archiver.ranges import ranges_of
 from modelyard.archiver.reference import format_reference, make_reference
 from modelyard.archiver.untrusted.json import parse_json
 from modelyard.base.answers import differences, pair_up
@@ -96,7 +98,7 @@ def _explain_reference(service: load.Service, place: Path) -> str:
         except HandlerError as error:
             raise LoadError(f"--reference: {name} cannot be explained: {error}") from error
     try:
-        return format_reference(make_reference(rows, numbers)).decode()
+        return format_reference(replace(make_reference(rows), ranges=ranges_of(numbers))).decode()
     except ValueError as error:
         raise LoadError(f"--reference: {place.name}: {error}") from error
 

@@ -6,7 +6,6 @@ import pytest
 from modelyard.archiver.errors import CannotArchive
 from modelyard.archiver.reference import (
     MOST_PARTS,
-    Range,
     Reference,
     format_reference,
     make_reference,
@@ -18,13 +17,6 @@ from modelyard.archiver.write import write_archive
 def test_shares_are_averaged_over_the_rows_that_have_any() -> None:
     reference = make_reference([{"a": 0.2, "b": 0.8}, {}, {"a": 0.6, "b": 0.4}])
     assert reference == Reference(2, {"b": 0.6, "a": 0.4})
-    assert parse_reference(format_reference(reference)) == reference
-
-
-def test_ranges_are_of_the_numbers_that_the_rows_held() -> None:
-    numbers = [{"a": 3.0, "b": 0.5}, {"a": -1.0, "b": 2.0}]
-    reference = make_reference([{"a": 1.0}], numbers)
-    assert reference.ranges == {"a": Range(-1, 3, True), "b": Range(0.5, 2, False)}
     assert parse_reference(format_reference(reference)) == reference
 
 
@@ -58,15 +50,6 @@ def test_the_distance_is_what_has_moved() -> None:
         ({"rows": 1, "shares": {"a": 0.5}}, "add up to 0.5; expected 1"),
         ({"rows": 1, "shares": {"a": 1.5, "b": -0.5}}, '"b" is -0.5'),
         ({"rows": 0, "shares": {"a": 1}}, "rows is 0"),
-        (
-            {
-                "rows": 1,
-                "shares": {"a": 1},
-                "ranges": {"a": {"low": 2, "high": 1, "is_whole": False}},
-            },
-            'the range of "a" ends before it begins',
-        ),
-        ({"rows": 1, "shares": {"a": 1}, "ranges": {"a": {"low": 2}}}, "expected a number"),
         ({"rows": 1, "shares": {}}, "0 parts"),
         ({"rows": 1, "shares": {f"f{at}": 1 / 40 for at in range(40)}}, "40 parts"),
         ({"rows": 1, "shares": {"a": "1"}}, "expected a number"),

@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from modelyard.archiver.reference import Range, make_reference
+from modelyard.archiver.ranges import Range, ranges_of
+from modelyard.archiver.reference import Reference
 from modelyard.archiver.signature import Dim, TensorSpec
 from modelyard.handlers import BadInput, Context, TabularHandler
 from modelyard.handlers.explain.attribute.method import Choice
@@ -301,7 +302,7 @@ def test_ranges_of_the_reference_bound_the_change_of_a_table(tmp_path: Path) -> 
     handler.initialize(context)
     rows = [[2 * each + 1 for each in row] for row in case["background"] + case["rows"]]
     numbers = [handler.numbers({"body": row}) for row in rows]
-    handler.reference = make_reference([{"f0": 1.0}], numbers)
+    handler.reference = Reference(1, {"f0": 1.0}, ranges=ranges_of(numbers))
     for row in rows[-3:]:
         (before,) = handler.handle([{"body": row}], context)
         other = "bad" if before["good"] > 0.5 else "good"
