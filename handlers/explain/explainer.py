@@ -51,8 +51,15 @@ def options_of_shares(version: ExplainedModel) -> ExplainOptions:
     """Return how shares are explained: with gradients, where the archive has what gives them."""
     options = ExplainOptions(internal_batch_size=ROWS)
     if version.twin is None or not version.twin.is_differentiable:
-        return replace(options, method="feature_ablation")
+        suitable = method_for(version.artifact, version.output_name)
+        return replace(options, method=suitable or "feature_ablation")
     return replace(options, n_steps=STEPS)
+
+
+def method_for(artifact: Artifact, output: str | None) -> str | None:
+    """Return the method that suits an output of an artifact without gradients; None of most."""
+    suitable = (n for n, each in METHODS.items() if each.suits and each.suits(artifact, output))
+    return next(suitable, None)
 
 
 def shares_of(parts: Mapping[str, float]) -> dict[str, float]:
@@ -161,11 +168,9 @@ class Explainer:
     def default_method(self) -> str:
         """How it is explained where a request does not say it."""
         handler, model = self.handler, self.handler.model
-        if handler.explainer is None and isinstance(model, Artifact) and model.module is None:
-            for name, method in METHODS.items():
-                if method.suits and method.suits(model, handler.main_output):
-                    return name
-        return ExplainOptions.method
+        is_alone = handler.explainer is None and isinstance(model, Artifact)
+        suitable = method_for(model, handler.main_output) if is_alone and not model.module else None
+        return suitable or ExplainOptions.method
 
     def baselines(self, name: str, inputs: Tensors, seed: int) -> Tensors:
         """Return what stands for "no information"; see `BaseHandler.baselines`."""

@@ -8,6 +8,7 @@ path-dependent expectation: what a feature is compared with are the rows of the 
 """
 
 import math
+import mmap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial, reduce
@@ -199,8 +200,8 @@ class TreeArtifact(Artifact):
         if is_classifier and sums == 1:
             # onnxruntime makes two classes of one sum: the second has it, the first the rest.
             self.signs = np.array([[-1.0, 1.0]])
-            if (self.trees.weights >= 0).all():
-                self._first, self.link = 1.0, None
+            self.link = torch.sigmoid if self.link is torch.sigmoid else None
+            self._first = float(self.link is None and bool((self.trees.weights >= 0).all()))
 
     def scale(self, rows: Array) -> Array:
         """Return rows (R, F) as the trees read them."""
@@ -278,14 +279,17 @@ def _find(
             f"{artifact.file} holds {artifact.format}; tree_shap reads the trees of an ONNX file: "
             "choose kernel_shap"
         )
-    graph = onnx.load(artifact.path).graph
+    graph = onnx.GraphProto()
+    with artifact.path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as text:
+        # Of a large file of something else the weights are not read.
+        if text.find(b"TreeEnsemble") >= 0:
+            graph = onnx.load(artifact.path, load_external_data=False).graph
     makers = {output: node for node in graph.node for output in node.output}
     constants = {each.name: onnx.numpy_helper.to_array(each) for each in graph.initializer}
     real = (onnx.TensorProto.FLOAT, onnx.TensorProto.DOUBLE)
     names = [each.name for each in graph.output]
-    name = name or next(
-        each.name for each in graph.output if each.type.tensor_type.elem_type in real
-    )
+    numbers = (each.name for each in graph.output if each.type.tensor_type.elem_type in real)
+    name = name or next(numbers, "")
 
     def fail(node: Any) -> BadInput:
         what = f"{node.op_type} behind or before trees" if node is not None else "no trees at all"
@@ -384,10 +388,14 @@ def _read(node: Any) -> Trees:
             flat.append((leaf, at, side))
     ways = np.array(flat, dtype=np.int64).reshape(-1, 3)
     ids, given_weights = (np.asarray(given[f"{prefix}_{name}"]) for name in ("ids", "weights"))
-    sums = int(given.get("n_targets", ids.max(initial=0) + 1))
+    sums = int(given.get("n_targets", 1))
+    if is_classifier:
+        sums = len(given.get("classlabels_int64s") or given["classlabels_strings"])
+        if sums == 2 and len(np.unique(ids)) == 1:  # one sum for both
+            sums, ids = 1, np.zeros_like(ids)
     base = np.zeros(sums)
     stated = np.asarray(given.get("base_values", ()), np.float64)
-    base[: len(stated)] += stated[:sums]
+    base += stated if len(stated) == sums else 0
     weights = np.zeros((len(modes), sums))
     at_leaf = [
         places[key]

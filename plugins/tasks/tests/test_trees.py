@@ -157,12 +157,54 @@ def test_values_are_those_of_the_definition(
             assert float(own.sum()) == pytest.approx(value, abs=1e-6)
 
 
+def votes(
+    labels: list[int], ids: list[int], weights: list[float], transform: str
+) -> onnx.NodeProto:
+    """Return a node of one tree of two leaves, which vote for classes."""
+    base: dict[str, Any] = {"base_values": [0.25] * len(labels)} if len(labels) == 3 else {}
+    if ids == [0, 0]:
+        base = {"base_values": [0.25]}
+    return onnx.helper.make_node(
+        "TreeEnsembleClassifier", ["row"], ["label", "y"], domain="ai.onnx.ml",
+        nodes_treeids=[0, 0, 0], nodes_nodeids=[0, 1, 2], nodes_featureids=[1, 0, 0],
+        nodes_modes=["BRANCH_LEQ", "LEAF", "LEAF"], nodes_values=[0.5, 0.0, 0.0],
+        nodes_truenodeids=[1, 0, 0], nodes_falsenodeids=[2, 0, 0], class_treeids=[0] * len(ids),
+        class_nodeids=[1, 2] if len(ids) == 2 else [1, 1, 2, 2], class_ids=ids,
+        class_weights=weights, post_transform=transform,
+        classlabels_int64s=labels, **base,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("transform", ["NONE", "LOGISTIC", "SOFTMAX"])
+@pytest.mark.parametrize(
+    ("labels", "ids", "weights"),
+    [
+        ([0, 1], [0, 0], [0.3, 0.9]),
+        ([0, 1], [0, 0], [-0.3, 0.9]),
+        ([0, 1], [0, 1, 0, 1], [0.2, 0.8, 0.7, 0.3]),
+        ([0, 1], [0, 1, 0, 1], [-0.2, 0.8, 0.7, -0.3]),
+        ([4, 5, 9], [0, 1], [-0.3, 0.9]),  # nobody votes for the last
+    ],
+)
+def test_a_classifier_is_read_as_it_is_run(
+    labels: list[int], ids: list[int], weights: list[float], transform: str, tmp_path: Path
+) -> None:
+    node = votes(labels, ids, weights, transform)
+    path = graph_of([node], 2, len(labels), tmp_path / "votes.onnx")
+    model = model_of(path, torch.zeros(1, 2))
+    options = [parse_options({"method": "tree_shap", "target": "1"})]
+    ((found,),) = explain_batch(model, (torch.ones(1, 2),), options)
+    assert found.attributions[0][0] == 0
+    change = float(found.attributions[0][1])
+    assert change == pytest.approx(found.f_input - found.f_baseline, rel=1e-5, abs=1e-7) != 0
+
+
 @pytest.mark.parametrize(
     ("nodes", "said"),
     [
         ([("Neg", "row", "x"), ("trees", "x", "y")], "Neg behind or before trees"),
         ([("trees", "row", "x"), ("Exp", "x", "y")], "Exp behind or before trees"),
-        ([("Exp", "row", "y")], "Exp behind or before trees"),
+        ([("Exp", "row", "y")], "comes of no trees at all"),
         ([("trees MAX", "row", "y")], "TreeEnsembleRegressor behind or before trees"),
     ],
 )
@@ -249,3 +291,11 @@ def test_a_forest_is_explained_in_probabilities(tmp_path: Path) -> None:
     context.reset(["a"], queries=[{"baseline": "zero"}])
     (alone,) = handler.explain([{"body": row}], context)
     assert (alone["baseline"], "baseline_error" in alone) == ("zero", False)
+
+
+def test_what_onnxruntime_makes_of_a_leaf_without_a_vote_is_not_explained(tmp_path: Path) -> None:
+    """Of two classes it has a rule of its own there, which no converter's file comes to."""
+    path = graph_of([votes([0, 1], [0, 1], [-0.3, 0.9], "NONE")], 2, 2, tmp_path / "votes.onnx")
+    options = [parse_options({"method": "tree_shap"})]
+    with pytest.raises(TwinDiffers, match="its trees add up to"):
+        explain_batch(model_of(path, torch.zeros(1, 2)), (torch.ones(1, 2),), options)
