@@ -142,6 +142,17 @@ def test_what_is_explained_may_be_in_any_place_among_the_inputs() -> None:
         assert other.attributions[0].tolist() == pytest.approx([0.0, 1.0, 2.0])
 
 
+def test_the_first_output_of_real_numbers_is_explained() -> None:
+    """As of scikit-learn's classifiers, whose labels come first."""
+    named = {"output_names": ("label", "scores", "more"), "output_name": "scores"}
+    model = subject(artifact(lambda x: (x.argmax(1), x**2, x)), **named)
+    ((found,),) = explain(model, X[:1], {"target": "1", "n_steps": "3"})
+    assert (found.output_name, found.f_input) == ("scores", 4.0)
+    whole = subject(artifact(lambda x: (x.argmax(1), x.long())))
+    with pytest.raises(NoGradients, match=r"gives 0:int64\[1\], 1:int64\[1,3\]; only real-valued"):
+        explain(whole, X[:1], {})
+
+
 def test_model_without_real_inputs_needs_a_method_without_gradients() -> None:
     model = subject(artifact(lambda x: x.double(), TensorSpec("ids", "int64", SPEC.shape)))
     with pytest.raises(NoGradients, match="real-valued inputs, this model takes ids:int64"):
