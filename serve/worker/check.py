@@ -94,7 +94,8 @@ def _explain_reference(service: load.Service, place: Path) -> str:
         service.context.reset([name])
         try:
             rows += service.shares([{"body": body}], service.context)
-            numbers.append(service.handler.numbers({"body": body}))
+            if service.handler is not None:
+                numbers.append(service.handler.numbers({"body": body}))
         except HandlerError as error:
             raise LoadError(f"--reference: {name} cannot be explained: {error}") from error
     try:
