@@ -177,15 +177,9 @@ class Explanation:
 
 _FACTS = (
     *("method", "output_name", "target", "label", "against", "output", "probability", "baseline"),
-    *(
-        "baseline_means",
-        "baseline_label",
-        "baseline_probability",
-        "explained_with",
-        "f_input",
-        "f_baseline",
-    ),
-    *("f_served", "served_delta", "sum_attributions", "convergence_delta", "relative_delta"),
+    *("baseline_means", "baseline_label", "baseline_probability", "explained_with"),
+    *("f_input", "f_baseline", "f_served", "served_delta"),
+    *("sum_attributions", "convergence_delta", "relative_delta"),
     *("net_share", "error", "baseline_error", "n_steps", "tolerance", "tolerance_met"),
     *("warnings", "layer"),
 )
