@@ -258,6 +258,27 @@ def test_of_many_features_not_all_changes_are_tried_and_it_says_so() -> None:
     assert (told["is_found"], "changes" in told) == (False, False)
 
 
+def test_a_change_of_three_features_is_found_where_pairs_are_too_many(tmp_path: Path) -> None:
+    """Other values of one promising set of features do not crowd out other sets."""
+    case = CASES["xgboost_classes"]
+    rows = np.array(case["background"])
+    row = torch.tensor([case["rows"][0]], dtype=torch.float32)
+    artifact = open_artifact(TREES / "xgboost_classes.onnx", "onnx")
+    choices = [
+        Choice(str(at), at, at + 1, range=Range(column.min(), column.max(), False))
+        for at, column in enumerate(rows.T)
+    ]
+    model = model_of(artifact, drawn_row(0), choices=lambda at: choices)
+    options = parse_options({"method": "tree_shap", "change": "true", "against": "0"})
+    ((found,),) = explain_batch(model, (row,), [options])
+    told = found.as_json()["change"]
+    assert (told["is_found"], len(told["changes"])) == (True, 3)
+    for each in told["changes"]:
+        row[0, int(each["feature"])] = each["to"]
+    output = artifact(row)
+    assert isinstance(output, tuple) and int(output[1].argmax()) == 0
+
+
 ASKED = {"method": "feature_ablation", "change": "true", "target": "0"}
 
 

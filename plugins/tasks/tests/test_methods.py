@@ -86,6 +86,11 @@ def test_of_a_set_of_baselines_the_worth_is_the_mean(seed: int) -> None:
     assert float(together.set_error) == pytest.approx(float(off))
 
 
+def test_a_feature_that_is_as_in_one_of_the_baselines_plays() -> None:
+    found = run(ask(linear, X, [X, [0.0, X[1], 0.0]]), "kernel_shap").attributions[0][0]
+    assert found.tolist() == pytest.approx([1.0, 0.0, 1.0])
+
+
 @pytest.mark.parametrize("n_samples", [200, 500])
 def test_fewer_sets_of_several_baselines_are_within_their_standard_error(n_samples: int) -> None:
     starts = drawn_set(0, 10)
