@@ -88,7 +88,7 @@ def _explain_reference(service: load.Service, place: Path) -> str:
     Raises:
         LoadError: a request cannot be used; it is named.
     """
-    rows: list[dict[str, float]] = []
+    rows: list[Any] = []
     numbers: list[Mapping[str, float]] = []
     for name, body in _read_requests(place):
         service.context.reset([name])

@@ -8,13 +8,13 @@ from modelyard.archiver.untrusted.json import format_json
 
 
 def test_ranges_are_of_the_numbers_that_the_rows_held() -> None:
-    numbers = [{"a": 3.0, "b": 0.5}, {"a": -1, "b": 2}]
+    numbers = [{"a": 3.0, "b": 0.5}, {"a": -1.0, "b": 2.0}]
     ranges = ranges_of(numbers)
     assert ranges == {"a": Range(-1, 3, True), "b": Range(0.5, 2, False)}
-    reference = Reference(2, {"a": 1.0}, ranges=ranges)
+    reference = Reference(2, {"a": 1.0}, 0.1, ranges=ranges)
     assert parse_reference(format_reference(reference)) == reference
     assert ranges_of([]) == {}
-    assert len(ranges_of([{str(at): 0 for at in range(300)} | {"a" * 200: 1}])) == 256
+    assert len(ranges_of([{str(at): 0.0 for at in range(300)} | {"a" * 200: 1.0}])) == 256
 
 
 @pytest.mark.parametrize(

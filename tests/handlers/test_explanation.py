@@ -20,7 +20,7 @@ from modelyard.handlers.explain.attribute.methods import METHODS
 from modelyard.handlers.explain.explanation import Explanation, explain_batch
 from modelyard.handlers.explain.request.options import parse_options
 from modelyard.handlers.explain.request.targets import ExplainedModel
-from modelyard.handlers.models.backends import Artifact
+from modelyard.handlers.models.backends import Artifact, Output
 from modelyard.handlers.proof.agree import Rule
 from tests.shared import FURTHER
 
@@ -30,16 +30,16 @@ SPEC = TensorSpec("x", "float64", (Dim("batch"), 3))
 class Function(nn.Module):
     """A function of rows as a module."""
 
-    def __init__(self, f: Callable[..., Tensor]) -> None:
+    def __init__(self, f: Callable[..., Output]) -> None:
         super().__init__()
         self.f = f
 
-    def forward(self, *inputs: Tensor) -> Tensor:
+    def forward(self, *inputs: Tensor) -> Output:
         """What the function gives."""
         return self.f(*inputs)
 
 
-def artifact(f: Callable[..., Tensor], *specs: TensorSpec, differentiable: bool = True) -> Artifact:
+def artifact(f: Callable[..., Output], *specs: TensorSpec, differentiable: bool = True) -> Artifact:
     module = Function(f)
     inputs = specs or (SPEC,)
     return Artifact("pt2", module, inputs, torch.device("cpu"), module if differentiable else None)
