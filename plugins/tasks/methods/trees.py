@@ -459,6 +459,8 @@ def tree_shap(
         (attributions,),
         torch.zeros(len(request), dtype=torch.int64),
         (torch.zeros_like(attributions),),
+        # What is read is added up in float64, what is served in float32.
+        _ROUNDING * (request.f_input.abs() + request.f_baseline.abs()),
         set_error=torch.cat(set_errors),
     )
 
