@@ -206,7 +206,7 @@ def roll_out(name: str, share: float, scale: float, seed: int, requests: int = R
 
 
 DATA = ("breast_cancer", "wine", "digits", "loans")
-PLANTED = ((0.6, 1.0), (0.9, 1.0), (0.9, 2.0), (0.9, 4.0))
+PLANTED = ((0.6, 1.0), (0.9, 1.0), (0.9, 2.0), (0.9, 4.0), (0.9, 8.0))
 LEANS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 1.01)
 
 
