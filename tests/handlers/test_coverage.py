@@ -225,10 +225,8 @@ def test_each_rule_is_needed(breaks: Breaks, is_seen: Callable[[], bool]) -> Non
 TOO_WIDE = {
     "roots of |x|": "a slope without end beside the baseline",
     "soft forest, k = 400": "cliffs that 270 points do not resolve",
-    "steep hinges": "the same",
     "experts, the best two": "the output jumps, and no slope says so",
     "ELU": "kinks of the slope's slope",
-    "mostly dead ReLU 12-32-32-4": "rows of a single kink",
 }
 """Networks whose stated error is more than four times the true one in the middle, and why."""
 
