@@ -24,13 +24,15 @@ The archiver has it run, for a dry run before an archive is written and to verif
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from modelyard.archiver.ranges import ranges_of
 from modelyard.archiver.reference import format_reference, make_reference
 from modelyard.archiver.untrusted.json import parse_json
 from modelyard.base.answers import differences, pair_up
@@ -86,15 +88,18 @@ def _explain_reference(service: load.Service, place: Path) -> str:
     Raises:
         LoadError: a request cannot be used; it is named.
     """
-    rows: list[dict[str, float]] = []
+    rows: list[Any] = []
+    numbers: list[Mapping[str, float]] = []
     for name, body in _read_requests(place):
         service.context.reset([name])
         try:
             rows += service.shares([{"body": body}], service.context)
+            if service.handler is not None:
+                numbers.append(service.handler.numbers({"body": body}))
         except HandlerError as error:
             raise LoadError(f"--reference: {name} cannot be explained: {error}") from error
     try:
-        return format_reference(make_reference(rows)).decode()
+        return format_reference(replace(make_reference(rows), ranges=ranges_of(numbers))).decode()
     except ValueError as error:
         raise LoadError(f"--reference: {place.name}: {error}") from error
 
