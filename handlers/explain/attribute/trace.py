@@ -101,8 +101,8 @@ class Trace(NamedTuple):
             found |= gaps - {1, count - 1}
             # At the ends only what is steeper there: waves that all midpoints miss alike are not.
             sizes = self.shares.norm(dim=1).tolist()
-            for gap, beside, outer, inner in ((0, 1, 0, 1), (count, count - 1, -1, -2)):
-                if beside in gaps and sizes[outer] > 2 * sizes[inner]:
+            for gap, beside, at_end, before in ((0, 1, 0, 1), (count, count - 1, -1, -2)):
+                if beside in gaps and sizes[at_end] > 2 * sizes[before]:
                     found.add(gap)
         return Verdict(
             sharpness,
