@@ -127,19 +127,22 @@ def survey(names: Sequence[str], points: Sequence[str] = tuple(POINTS)) -> Itera
 
 
 def print_table(names: Sequence[str]) -> None:
-    """Print the table of the page."""
-    print("| network | points asked | n | covered | values | width | of values | points | met "
-          "| met, wrong | truth ± |")  # fmt: skip
-    print("| --- " * 11 + "|")
-    for row in survey(names):
-        name = row.network + (" †" if row.network not in NAMED else "")
-        name += "" if row.network in DESIGN else " ‡"
-        print(
-            f"| {name} | {row.points} | {row.n} | {row.covered:.3f} | {row.values:.3f} "
-            f"| {row.width:.1f} | {row.value_width:.1f} | {row.steps:.0f} | {row.met:.2f} "
-            f"| {row.wrong} | {row.truth:.0e} |",
-            flush=True,
-        )
+    """Print the table of the page: a line for each network."""
+    fixed = [points for points in POINTS if points != "default"]
+    heads = ["network", "n", "covered", "values", "width", "points", "met", "met, wrong", *fixed]
+    print("| " + " | ".join(heads) + " |\n" + "| --- " * len(heads) + "|")
+    for name in names:
+        first, *others = survey([name])
+        marks = ("" if name in NAMED else " †") + ("" if name in DESIGN else " ‡")
+        cells = [name.replace("|", "\\|") + marks, str(first.n), *shares(first)]
+        cells += [f"{first.steps:.0f}", f"{first.met:.2f}", str(first.wrong)]
+        cells += [" · ".join(shares(each)) for each in others]
+        print("| " + " | ".join(cells) + " |", flush=True)
+
+
+def shares(row: Coverage) -> list[str]:
+    """Return covered explanations, covered values and width, as the table has them."""
+    return [f"{row.covered:.2f}", f"{row.values:.2f}", f"{row.width:.1f}"]
 
 
 def _mean(each: Tensor) -> float:

@@ -279,7 +279,7 @@ def _picture() -> str:
 
 def _height(value: float) -> float:
     """Return where a value is drawn; 0 in the middle."""
-    return 175 - 75 * value
+    return 170 - 55 * value
 
 
 def _exported(model: nn.Module) -> Artifact:

@@ -14,12 +14,14 @@ from itertools import product
 from typing import Any
 
 import torch
+from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.printers import PythonPrinter
+from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from modelyard.archiver.signature import Dim, Signature
 from modelyard.handlers.proof.probes import Probe, example_sizes
 
-MOST_SIZES = 4096
+MOST_SIZES = 1024
 """Sizes, of a dim or of several together, at which a guard is evaluated."""
 
 _FOLDERS = re.compile(r"(?<=\()[^()]*/")
@@ -81,22 +83,27 @@ class _Guard:
     """
 
     def __init__(self, expression: Any, place: str, names: Mapping[str, str]) -> None:
-        self._text = PythonPrinter().doprint(expression)
-        self._code = compile(self._text, "<guard>", "eval")
+        self._expression = expression
         self._place = _FOLDERS.sub("", place)
         self.is_torchs = place.startswith("(_")  # the files in which it lays tensors out
         self._names = names
 
     def __str__(self) -> str:
         names = self._names
-        text = re.sub(r"[a-z]\w*", lambda word: names.get(word[0], word[0]), self._text)
+        text = re.sub(
+            r"[a-z]\w*",
+            lambda word: names.get(word[0], word[0]),
+            PythonPrinter().doprint(self._expression),
+        )
         return f"{text} {self._place}"
 
     def holds(self, sizes: Mapping[str, int]) -> bool:
         """Return whether it is true of these sizes."""
-        known = {symbol: sizes[name] for symbol, name in self._names.items()}
+        known = {
+            symbol: sizes[self._names[str(symbol)]] for symbol in self._expression.free_symbols
+        }
         try:
-            return bool(eval(self._code, {"math": math, "torch": torch}, known))
+            return bool(sympy_interp(PythonReferenceAnalysis, known, self._expression))
         except ArithmeticError:
             return False
 

@@ -48,6 +48,9 @@ FEW = 3.5
 LEAST = 0.1
 """No value's error is stated as less than this share of what they are off by in the mean."""
 
+NARROW = 2e-6
+"""No points are put between places that are closer on the way, from 0 to 1."""
+
 MOST_IN_TAIL = 20
 """Points that a gap gets at most where nothing but the tail of a cliff is seen."""
 
@@ -141,7 +144,7 @@ class _Path:
         """Where the last points were put, in every row that got some."""
         self.points: list[Tensor] = []
         """Tables of points: the row, place, whether it counts, output, slope, shares of each."""
-        self.verdicts = [Verdict(1.0, 0.0, 0.0, ())] * count
+        self.verdicts = [Verdict(1.0, 0.0, 0.0, 0.0, ())] * count
         self.mended: list[dict[int, Mended]] = [{} for _ in range(count)]
 
     @cached_property
@@ -300,7 +303,7 @@ class _Path:
                     rest, bend = _between(a, left, b, right)
                     size = max(size, abs(rest))
                     bad = max(abs(rest) - rounding, bend)
-                    if b - a > 1e-7 and (
+                    if b - a > NARROW and (
                         bad > self.tolerance * size / 16 or {place, place + 1} & tails
                     ):
                         wide.append((bad, span, (a + b) / 2))
@@ -326,7 +329,7 @@ class _Path:
             if len(near) > 3:
                 own = _bends_of(torch.cat(levels), near.diff().to(bends.device))
                 left = (bends[row] - own.double().square().sum(0)).abs()
-                bends[row] = torch.maximum(left, bends[row] * LEAST**2 / 4)
+                bends[row] = torch.maximum(left, bends[row] * 1e-6)
         self._judge([row])
 
     def _mend(
@@ -334,11 +337,15 @@ class _Path:
     ) -> None:
         """Take the points of a gap in."""
         steps = int(self.even[row])
-        rest = hidden = 0.0
+        rest = hidden = jumps = 0.0
         for (a, one, left), (b, other, right) in itertools.pairwise(points):
             apart, _ = _between(a, left, b, right)
             rest += apart
-            hidden += max(0.0, abs(apart) - (b - a) * abs(float(right[4] - left[4])) - rounding)
+            beyond = max(0.0, abs(apart) - (b - a) * abs(float(right[4] - left[4])) - rounding)
+            if b - a > NARROW:
+                hidden += beyond
+            else:
+                jumps += beyond
             for which, (start, end) in enumerate(zip(one, other, strict=True)):
                 self.shifts[which][row] += ((start + end) * ((b - a) / 2))[0]
                 self.spreads[which][row] += (end - start)[0].double().square() * ((b - a) ** 2 / 12)
@@ -348,7 +355,10 @@ class _Path:
             at_end = end if gap == 0 else start
             mean = at_end / 2 if gap in (0, steps) else (start + end) / 2
             self.shifts[which][row] -= (mean / steps)[0]
-        self.mended[row][gap] = Mended(rest, hidden)
+            if gap in (0, steps):  # how it rises there is known by now
+                rise = 0.1 / steps / (0.5 / steps - END)
+                self.ends[which][row] -= rise * (start - end if gap == 0 else end - start)[0]
+        self.mended[row][gap] = Mended(rest, hidden, jumps)
 
     def _sums(self) -> Tensors:
         """Return the attributions."""
@@ -375,8 +385,8 @@ class _Path:
     def found(self) -> Attribution:
         """What the points so far amount to."""
         attributions = self._sums()
-        sharpness, path_delta, hidden = torch.tensor(
-            [[each.sharpness, each.path_delta, each.hidden] for each in self.verdicts],
+        sharpness, path_delta, hidden, jumps = torch.tensor(
+            [[each.sharpness, each.path_delta, each.hidden, each.jumps] for each in self.verdicts],
             dtype=torch.float64, device=self.request.device,
         ).T  # fmt: skip
         step = 1 / self.even.double()
@@ -417,7 +427,7 @@ class _Path:
             self.steps.clone(),
             errors if int(self.even.min()) >= 3 else None,
             self._rounding(),
-            hidden=hidden,
+            hidden=hidden + jumps,
             path_delta=path_delta,
             differences=tuple(apart),
         )

@@ -26,7 +26,8 @@ class Mended(NamedTuple):
     rest: float
     """What the output changed by there, less what the gradients account for."""
     hidden: float
-    """As of a `Verdict`, in this gap."""
+    """As of a `Verdict`, in this gap, like `jumps`."""
+    jumps: float
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,8 @@ class Verdict:
     far the output goes from the baseline's."""
     hidden: float
     """What the output changes by between points beyond what the gradients there allow."""
+    jumps: float
+    """The same at places too narrow for further points: no slope accounts for it."""
     gaps: tuple[int, ...]
     """Numbers of the gaps that further points belong in; the first is before the first midpoint."""
 
@@ -93,13 +96,19 @@ class Trace(NamedTuple):
         if sharpness == 1 and len(squares) > 2:
             deviations = SIGMAS / count * (squares / 18).sqrt()
             peaks = torch.nn.functional.pad(deviations, (1, 1)).unfold(0, 3, 1).amax(1)
-            # Not at the ends: waves that all midpoints miss alike show there alone.
             sharp = (deviations > limit) & (deviations > 0.6 * peaks)
-            found |= {1 + gap for gap in sharp.nonzero().flatten().tolist()} - {1, count - 1}
+            gaps = {1 + gap for gap in sharp.nonzero().flatten().tolist()}
+            found |= gaps - {1, count - 1}
+            # At the ends only what is steeper there: waves that all midpoints miss alike are not.
+            sizes = self.shares.norm(dim=1).tolist()
+            for gap, beside, at_end, before in ((0, 1, 0, 1), (count, count - 1, -1, -2)):
+                if beside in gaps and sizes[at_end] > 2 * sizes[before]:
+                    found.add(gap)
         return Verdict(
             sharpness,
             apart / reach if apart > rounding else 0.0,
             float(hidden.sum()) + (size if self._tails(size) - set(mended) else 0.0),
+            sum(each.jumps for each in mended.values()),
             tuple(sorted(found - set(mended))),
         )
 
