@@ -9,8 +9,10 @@ the means over the rows that were explained when the archive was written. Live p
 explained for the same parts, and their means compared with these.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from modelyard.archiver.untrusted.json import Fields, format_json, parse_json
 from modelyard.archiver.untrusted.names import quoted
@@ -101,3 +103,24 @@ def parse_reference(data: bytes) -> Reference:
             problems.append(f"the shares add up to {sum(shares.values()):.6g}; expected 1")
     fields.check()
     return Reference(rows, shares)
+
+
+def read_requests(place: Path) -> Iterator[tuple[str, Any]]:
+    """Yield a name and a body for each request: of a JSON list, or of a folder of files.
+
+    Raises:
+        ValueError: a file that is not a list of bodies; it is named.
+    """
+    files = sorted(each for each in place.rglob("*") if each.is_file()) or [place]
+    for file in files:
+        content = bytearray(file.read_bytes())
+        if file.suffix != ".json":
+            yield file.name, content
+            continue
+        try:
+            rows = parse_json(content)
+        except ValueError as error:
+            raise ValueError(f"{file.name} is not JSON: {error}") from error
+        if not isinstance(rows, list) or not rows:
+            raise ValueError(f"{file.name} holds no list; expected request bodies in one")
+        yield from ((f"{file.name}[{at}]", row) for at, row in enumerate(rows))
