@@ -1,7 +1,7 @@
 """The certificate of an archive's explanations: what was measured of them, and by which bounds.
 
-It is made in the dry run, by a plug-in, of requests that the archive holds: its golden requests, and
-rows of the reference where `--certificate` says so. `MAR-INF/explanations.json` holds
+It is made in the dry run, by a plug-in, of requests that the archive holds: its golden requests,
+and rows of the reference where `--certificate` says so. `MAR-INF/explanations.json` holds
 
     {"method": "integrated_gradients",
      "requests": [{"file": "MAR-INF/golden/0.request", "content_type": "image/png"}, …],
@@ -141,13 +141,21 @@ def parse_explanations(data: bytes) -> Explanations:
     Raises:
         ValueError: it is not one; the message is a phrase without the file's name.
     """
-    fields = Fields(parse_json(data, MAX_BYTES))
+    return from_json(parse_json(data, MAX_BYTES))
+
+
+def from_json(value: Any) -> Explanations:
+    """Return what `to_json` wrote; errors as `parse_explanations`."""
+    fields = Fields(value)
     reasons = fields.object("not_measured")
     found = Explanations(
         fields.text("method"),
         tuple(map(_finding, fields.objects("measured"))),
         {name: reasons.text(name) for name in reasons.values},
-        tuple(Asked(each.text("file"), each.text("content_type")) for each in fields.objects("requests")),
+        tuple(
+            Asked(each.text("file"), each.text("content_type"))
+            for each in fields.objects("requests")
+        ),
     )
     if not fields.problems and not FEWEST <= len(found.requests) <= MOST:
         fields.problems.append(f"{len(found.requests)} requests; expected {FEWEST} to {MOST}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -37,7 +38,7 @@ def measure(service: Service, task: Mapping[str, Any]) -> dict[str, Any] | str:
         )
     requests = [_request(service, Asked(**each)) for each in task["requests"]]
     try:
-        return to_json(certify.load()(service.handler, requests, task["budget_s"]))
+        return to_json(certify.load()(service.handler, requests, task["budget_s"] or math.inf))
     except NotMeasured as error:
         return str(error)
 

@@ -1,8 +1,8 @@
 """An adversary's explainers: broken ones that no certificate may be given to, and harmless ones.
 
 Each takes the place of a handler's `explain`, as an author's own would: it is called with the
-requests of a batch and the context, and gives answers in our format. A broken one claims to be
-integrated gradients with the error of the honest ones, unless it is asked not to.
+requests of a batch and the context, and gives answers in our format. A broken one says the method
+and the error of the honest ones that it spoils.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ import torch
 from modelyard.archiver.explanations import Explanations, parse_explanations
 from modelyard.archiver.untrusted.json import format_json
 from modelyard.handlers.explain.attribute.methods import METHODS
+from modelyard.handlers.explain.explainer import as_tuple
 from modelyard.plugins.tasks.methods import certificate
 from modelyard.serve.worker import explained
 from modelyard.serve.worker.load import Service
@@ -31,19 +33,23 @@ class Honest:
     """What a broken explainer starts from."""
 
     handler: Any
+    base: Mapping[str, str]
+    """Options of ours that a request may not speak against."""
     before: Any = None
     """The map of the request before."""
 
     def answer(self, data: Any, context: Any, **query: str) -> dict[str, Any]:
         """Return what the handler answers to one request, with options of ours."""
-        context.query[0].update(query)
+        context.query[0].update({**self.base, **query})
+        if "method" in context.query[0]:
+            context.query[0].pop("n_steps", None)
         (found,) = self.handler.explain(data, context)
         return dict(found)
 
     def values(self, data: Any) -> Array:
         """Return what the model takes, as the attributions have it: of texts, the ids."""
-        (inputs, *_) = explained.as_tuple(self.handler.preprocess(data))
-        return inputs[0].numpy().astype(float)
+        (inputs, *_) = as_tuple(self.handler.preprocess(data))
+        return np.asarray(inputs[0].numpy(), float)
 
 
 def _map(change: Callable[[Array], Array]) -> Callable[[Honest, Any, Any], dict[str, Any]]:
@@ -80,8 +86,6 @@ def _asked(**query: str) -> Callable[[Honest, Any, Any], dict[str, Any]]:
         asked = given | query
         if asked.get("target") == "other":
             asked["target"] = str((said["target"] + 1) % 2)
-        if "method" in asked:
-            asked.pop("n_steps", None)
         found = honest.answer(data, context, **asked)
         return said | {"attributions": found["attributions"]}
 
@@ -93,7 +97,7 @@ def _edges(values: Array) -> Array:
 
 
 def _blurred(values: Array) -> Array:
-    return np.mean([np.roll(values, by, -1) for by in range(-2, 3)], 0)
+    return np.asarray(np.mean([np.roll(values, by, -1) for by in range(-2, 3)], 0))
 
 
 def _centre(values: Array) -> Array:
@@ -129,7 +133,7 @@ def _stale(honest: Honest, data: Any, context: Any) -> dict[str, Any]:
 
 def _narrow_error(honest: Honest, data: Any, context: Any) -> dict[str, Any]:
     found = honest.answer(data, context)
-    return found | {"error": found["error"] / 100}
+    return found | {"error": (found["error"] or 0) / 100}
 
 
 def _wide_error(honest: Honest, data: Any, context: Any) -> dict[str, Any]:
@@ -148,7 +152,7 @@ def _weights_of(which: str) -> Callable[[Honest, Any, Any], dict[str, Any]]:
 
     def explain(honest: Honest, data: Any, context: Any) -> dict[str, Any]:
         handler, found = honest.handler, honest.answer(data, context)
-        truth = certificate.truth_of(handler, explained.as_tuple(handler.preprocess(data)), None)
+        truth = certificate.truth_of(handler, as_tuple(handler.preprocess(data)), None)
         assert truth.smooth is not None
         generator = torch.Generator().manual_seed(7)
         last = certificate.last_weight(handler, truth.smooth)
@@ -232,7 +236,6 @@ HARMLESS: Mapping[str, Callable[[Honest, Any, Any], dict[str, Any]]] = {
 def _other_method(
     honest: Honest, data: Any, context: Any, method: str, **query: str
 ) -> dict[str, Any]:
-    context.query[0].pop("n_steps", None)
     return honest.answer(data, context, method=method, **query)
 
 
@@ -245,9 +248,9 @@ def half_the_way() -> Iterator[None]:
         if settings.get("n_steps") == 1:
             return honest.run(request, **settings)
         sets = tuple(
-            tuple((start + end[at : at + 1]) / 2 for start, end in zip(each, request.inputs, strict=True))
+            tuple((a + b[at : at + 1]) / 2 for a, b in zip(each, request.inputs, strict=True))
             for at, each in enumerate(request.baseline_sets)
-        )  # fmt: skip
+        )
         return honest.run(replace(request, baseline_sets=sets), **settings)
 
     with _in_place(replace(honest, run=run)):
@@ -315,8 +318,7 @@ def certificate_of(
     service: Service,
     requests: list[dict[str, str]],
     explain: Callable[[Honest, Any, Any], dict[str, Any]] | None = None,
-    *,
-    claims: bool = True,
+    base: Mapping[str, str] = MappingProxyType({}),
 ) -> Explanations | str:
     """Return what is measured of an explainer in a handler's place, or why nothing is.
 
@@ -324,15 +326,13 @@ def certificate_of(
         service: archive, loaded.
         requests: files and their types.
         explain: the explainer; the handler's own without one.
-        claims: whether it says to be integrated gradients; else it names itself and no error.
+        base: options of the explanations that it spoils, as their method.
     """
     if explain is not None:
-        honest = Honest(service.handler)
+        honest = Honest(service.handler, base)
 
         def answer(data: Any, context: Any) -> list[Any]:
-            found = explain(honest, data, context)
-            own = {} if claims else {"method": "my_own", "error": None, "tolerance_met": None}
-            return [found | own]
+            return [explain(honest, data, context)]
 
         service = replace(service, explain=answer)
     found = explained.measure(service, {"requests": requests, "budget_s": 1e9})
