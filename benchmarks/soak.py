@@ -36,6 +36,8 @@ MODEL = "digits"
 VERSIONS = ("1.0", "2.0")
 CHANGE_TIMEOUT_S = 120
 ROLL_OUT_WITHIN_S = 90
+FREE = ("default", "aborted")
+"""States of a roll-out that decides over no version any more."""
 ENDED = ("default", "returned", "failed", "aborted")
 
 out = Console(highlight=False)
@@ -275,9 +277,10 @@ class Watch:
         ends = self._at_s + ROLL_OUT_WITHIN_S
         while (state := self._server.manage("GET", place)["state"]) not in ENDED:
             if self._at_s > ends:
-                state = self._server.manage("POST", f"{place}/abort")["state"]
                 break
             time.sleep(1)
+        if state not in FREE:
+            self._server.manage("POST", f"{place}/abort")
         self.events.append((round(self._at_s, 3), f"rolled out: {state}"))
         if state == "default":
             self._served = 1 - self._served

@@ -165,6 +165,19 @@ def test_the_least_integer_is_divided_by_minus_one(
     assert set(found.tolist()) == {opposite}
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
+def test_a_least_common_multiple_of_the_least_integer_ends_nothing(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """It is divided by a greatest common divisor, which is -1 there."""
+    x, y = torch.tensor([[4, 6, 0], [21, 6, 5]], dtype=dtype)
+    run = loaded(torch.lcm, tmp_path, x, y)
+    assert run(x, y).tolist() == [84, 6, 0]
+    ends = torch.iinfo(dtype)
+    least, most = (torch.full((3,), each, dtype=dtype) for each in (ends.min, ends.max))
+    assert run(least, most).tolist() == [0, 0, 0]
+
+
 def test_a_network_without_such_calls_is_as_it_was(tmp_path: Path) -> None:
     """What ordinary networks call in every layer has nothing in front of it."""
     layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
