@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from functools import partial
@@ -18,7 +17,8 @@ from modelyard.handlers.explain.attribute.method import AskedRequest
 from modelyard.handlers.explain.explainer import as_tuple
 from modelyard.serve.dataplane import wire
 from modelyard.serve.worker import codec
-from modelyard.serve.worker.load import Service
+from modelyard.serve.worker.golden import value_of
+from modelyard.serve.worker.load import Service, describe
 from modelyard.serve.worker.loop import answer_batch
 
 
@@ -41,6 +41,9 @@ def measure(service: Service, task: Mapping[str, Any]) -> dict[str, Any] | str:
         return to_json(certify.load()(service.handler, requests, task["budget_s"] or math.inf))
     except NotMeasured as error:
         return str(error)
+    # Handlers, methods and formats fail in their own ways; none is a reason to write no archive.
+    except Exception as error:
+        return describe(error, Path(service.context.system_properties["model_dir"]))
 
 
 def _request(service: Service, asked: Asked) -> AskedRequest:
@@ -52,12 +55,10 @@ def _request(service: Service, asked: Asked) -> AskedRequest:
 
 def _explain(service: Service, asked: Asked, body: bytes, query: Mapping[str, str]) -> Any:
     answer = answer_batch(service, [_item(asked, body, query)])[0]
+    value = value_of(answer)
     if answer.status != 200:
-        raise BadInput(answer.body.decode("utf-8", "replace"))
-    try:
-        return json.loads(answer.body)
-    except ValueError:
-        return None
+        raise BadInput(str(value.get("message") if isinstance(value, dict) else value))
+    return value
 
 
 def _inputs(service: Service, asked: Asked, body: bytes) -> Tensors:

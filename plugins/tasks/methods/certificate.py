@@ -97,9 +97,7 @@ class Truth:
         return self.features.differing(self.whole)
 
 
-def truth_of(
-    handler: "BaseHandler", inputs: Tensors, baseline: str | None, target: str = "predicted"
-) -> Truth:
+def truth_of(handler: "BaseHandler", inputs: Tensors, baseline: str | None) -> Truth:
     """Ask the model, for the inputs of a request that the handler has just made."""
     results: list[Result] = []
 
@@ -108,7 +106,7 @@ def truth_of(
         return Measurement({})
 
     version = handler.explained_model()
-    options = ExplainOptions(target=target, baseline=baseline)
+    options = ExplainOptions(baseline=baseline)
     plain = replace(options, method="feature_ablation")
     ((explanation,),) = explain_batch(version, inputs, [plain], {"note": note})
     smooth = None
@@ -199,13 +197,16 @@ def maps_of(answer: Any, truth: Truth) -> Tensors:
     Raises:
         NotMeasured: it has none in the form of ours.
     """
-    given = answer.get("attributions") if isinstance(answer, dict) else None
+    numbers = answer if isinstance(answer, dict) else {}
+    given = numbers.get("attributions")
     names = truth.explanation.names if len(truth.explanation.names) > 1 else ("",)
     several = given if isinstance(given, dict) else {"": given}
     try:
         maps = tuple(torch.tensor(several[name], dtype=torch.float64) for name in names)
         for each, mask in zip(maps, truth.features.masks, strict=True):
             each.view(*[1] * (mask.dim() - each.dim()), *each.shape).expand(mask.shape)
+        for name in ("error", "tolerance", "f_input", "f_baseline"):
+            float(numbers.get(name) or 0.0)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise NotMeasured("explanations are answered in a form of the handler's own") from error
     return maps
@@ -219,16 +220,16 @@ def _target(handler: "BaseHandler", one: Answered) -> tuple[float, ...]:
     truth = one.truth.explanation
     place = list(truth.target) if isinstance(truth.target, tuple) else truth.target
     pairs = [(one.answer.get(name), getattr(truth, name)) for name in ("f_input", "f_baseline")]
-    if not all(isinstance(said, int | float) for said, _ in pairs):
-        raise NotMeasured("the answers do not say from where to where the output went")
     size = max(abs(known) for _, known in pairs)
-    is_same = all(abs(said - known) <= ROUNDING * size for said, known in pairs)
+    is_same = all(
+        said is not None and abs(float(said) - known) <= ROUNDING * size for said, known in pairs
+    )
     return (float(is_same and one.answer.get("target") == place),)
 
 
 def _error(handler: "BaseHandler", one: Answered) -> tuple[float, ...]:
     """Return whether the error is covered, what it is said to be, and what it is."""
-    answer, stated = one.answer, one.answer.get("error") or 0.0
+    answer, stated = one.answer, float(one.answer.get("error") or 0.0)
     rounding = ROUNDING if answer.get("error") is None else ROUNDING / 5
     wanted, slack = _wanted(handler, one)
     pairs = [
@@ -569,21 +570,25 @@ def certify(
     return Explanations(str(one.answer.get("method")), tuple(measured), missing, asked)
 
 
+_QUERIES: Sequence[Mapping[str, str]] = (
+    *({}, {"aggregate": "none"}),  # where an answer is of parts, as of a sound's
+    {"method": "feature_ablation"},  # where nothing has gradients
+)
+
+
 def _answered(handler: "BaseHandler", request: AskedRequest) -> Answered:
     """Ask for the default explanation, then look at the same request without the explainer."""
-    query: dict[str, str] = {}
-    try:
+    first: HandlerError | None = None
+    for query in _QUERIES:
         try:
             answer = request.explain(query)
-        except HandlerError:  # as where nothing has gradients
-            query = {"method": "feature_ablation"}
-            answer = request.explain(query)
-        inputs = request.inputs()
-        baseline = answer.get("baseline") if isinstance(answer, dict) else None
-        truth = truth_of(handler, inputs, baseline if isinstance(baseline, str) else None)
-    except HandlerError as error:
-        raise NotMeasured(str(error)) from error
-    return Answered(request, answer, truth, maps_of(answer, truth), inputs, query)
+            inputs = request.inputs()
+            baseline = answer.get("baseline") if isinstance(answer, dict) else None
+            truth = truth_of(handler, inputs, baseline if isinstance(baseline, str) else None)
+            return Answered(request, answer, truth, maps_of(answer, truth), inputs, query)
+        except HandlerError as error:
+            first = first or error
+    raise NotMeasured(str(first)) from first
 
 
 # -- numbers ---------------------------------------------------------------------------------------

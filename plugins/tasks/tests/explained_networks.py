@@ -59,7 +59,7 @@ def load(folder: Path) -> Service:
             "config_file": manifest.config_file,
             "device": "cpu",
             "worker": 1,
-            "batch_size": 8,
+            "batch_size": 4,
         }
     )
 
