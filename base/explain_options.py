@@ -60,6 +60,11 @@ EXPLAIN_OPTIONS: Mapping[str, Option] = {
     "n_steps": Option(int, "Points between baseline and input, used exactly.", limits=(1, 1000)),
     "tolerance": Option(float, "Largest error; steps or draws are added until it is met."),
     "max_steps": Option(int, "Where adding steps ends.", limits=(10, 7290)),
+    "budget_ms": Option(
+        int,
+        "Milliseconds within which points or draws are added, from the first one on.",
+        limits=(1, 600_000),
+    ),
     "n_samples": Option(int, "Random points, drawn exactly.", limits=(1, 20_000)),
     "max_samples": Option(int, "Where adding random points ends.", limits=(2, 20_000)),
     "noise": Option(float, "Standard deviation, as a share of what a value varies by."),

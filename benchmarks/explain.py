@@ -2,6 +2,7 @@
 
     python -m benchmarks.explain [--steps 50] [--rounds 5] [--threads 1]
     python -m benchmarks.explain --truth [--scans 150]
+    python -m benchmarks.explain --coverage [--only NAME …]
     python -m benchmarks.explain --picture docs/images/error-bar.svg
 
 Three things take turns in every round, on one image and the same threads: `ours`; `passes`, as many
@@ -11,7 +12,8 @@ what counts on a machine with other work. Weights are random, from a fixed seed.
 
 `--truth` compares the stated errors of the digits network's explanations, in float32, with their
 true ones, in float64 from 1000 points; it needs scikit-learn, which ships the scans. `--picture`
-draws what the convergence delta does not see.
+draws what the convergence delta does not see. `--coverage` prints the table of docs/explain.md: how
+often errors cover the truth, on some sixty networks (see benchmarks/coverage.py).
 """
 
 import argparse
@@ -33,17 +35,18 @@ import torch
 from captum.attr import IntegratedGradients
 from torch import Tensor, nn
 
+from benchmarks.coverage import ask, print_table
+from benchmarks.explained import NETWORKS as NETWORK_NAMES
 from examples.digits.net import DigitsNet
 from modelyard.handlers.explain.attribute.attribution import (
     DEFAULT_TOLERANCE,
     AttributionRequest,
     ForwardFunction,
-    evaluate,
-    integrated_gradients,
     is_met,
     norms_of,
     sums_of,
 )
+from modelyard.handlers.explain.attribute.path import integrated_gradients
 from modelyard.handlers.explain.explanation import explain_batch
 from modelyard.handlers.explain.request.options import parse_options
 from modelyard.handlers.explain.request.targets import ExplainedModel
@@ -70,12 +73,16 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--truth", action="store_true")
     parser.add_argument("--scans", type=int, default=150)
+    parser.add_argument("--coverage", action="store_true")
+    parser.add_argument("--only", nargs="+", choices=NETWORK_NAMES, default=NETWORK_NAMES)
     parser.add_argument("--picture", type=Path)
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     torch.manual_seed(0)
     if given.picture:
         given.picture.write_text(_picture(), encoding="utf-8")
+    elif given.coverage:
+        print_table(given.only)
     elif given.truth:
         _compare_errors(given.scans)
     else:
@@ -128,9 +135,9 @@ def _compare_errors(scans: int) -> None:
     print(f"digits, {scans} scans each; the truth: 1000 midpoints in float64")
     print("target     tolerance  points  met    true / stated: 50 % 95 % most   within 1.3")
     for name, target in targets.items():
-        truth = integrated_gradients(_ask(exact, inputs.double(), target), n_steps=1000)
+        truth = integrated_gradients(ask(exact, inputs.double(), target), n_steps=1000)
         for tolerance in (0.01, 0.001):
-            request = _ask(net, inputs, target)
+            request = ask(net, inputs, target)
             found = integrated_gradients(request, tolerance=tolerance)
             assert found.error is not None
             apart = found.attributions[0].double() - truth.attributions[0]
@@ -146,19 +153,6 @@ def _digits() -> nn.Module:
     net = DigitsNet()
     net.load_state_dict(torch.load(DIGITS / "digits.pt", weights_only=True))
     return net.eval().requires_grad_(False)
-
-
-def _ask(model: nn.Module, inputs: Tensor, targets: Tensor) -> AttributionRequest:
-    """Ask about one target of each input, from zero."""
-    starts = torch.zeros_like(inputs)
-    rows = torch.arange(len(inputs))
-    ends, zeros = (
-        evaluate(model, (each,), len(inputs)).double()[rows, targets] for each in (inputs, starts)
-    )
-    forward = ForwardFunction(model, targets)
-    return AttributionRequest(
-        forward, (inputs,), tuple((each[None],) for each in starts), ends, zeros, 256
-    )
 
 
 def _steep_contrast(x: Tensor) -> Tensor:

@@ -74,6 +74,7 @@ class Tallies:
 
     rule: Rule
     runs: int
+    reasons: str = ""
     compared: int = 0
     labels_agree: int = 0
     differs: Any = 0

@@ -12,6 +12,7 @@ import re
 import sys
 import tempfile
 import traceback
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -212,8 +213,8 @@ def _importable(folder: Path) -> Iterator[dict[str, ModuleType]]:
         yield imported
     finally:
         sys.path[:] = path
-        for name, module in sys.modules.items():
-            file = Path(getattr(module, "__file__", None) or "")
+        for name, module in list(sys.modules.items()):  # a lazy one imports others when it is asked
+            file = Path(vars(module).get("__file__") or "")
             elsewhere = folder not in file.parents or any(entry in file.parents for entry in deeper)
             if before.get(name) is not module and not elsewhere:
                 imported[name] = module
@@ -478,7 +479,9 @@ def load_weights(
     """
     expected = model.state_dict()
     tensors = fit_names(checkpoint.tensors, checkpoint.original_names, expected)
-    state: dict[str, Any] = {**tensors, **_extra_state(checkpoint)}
+    state = OrderedDict(tensors | _stripped(checkpoint.extra_state, checkpoint))
+    versions = _stripped(checkpoint.versions, checkpoint, end=".")
+    vars(state)["_metadata"] = {path: {"version": each} for path, each in versions.items()}
     missing = _missing(expected, state)
     unexpected = [key for key in state if key not in expected]
     misshaped = _misshaped(expected, state)
@@ -503,12 +506,12 @@ def load_weights(
         raise CheckpointError(f"{unfit} {cause(error)}; g{advice}") from error
 
 
-def _extra_state(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return what modules keep beside tensors, under the names of the class."""
-    extra = dict(checkpoint.extra_state)
+def _stripped(named: Mapping[str, Any], checkpoint: Checkpoint, end: str = "") -> dict[str, Any]:
+    """Return what belongs to modules of the file by the names of the class; names end as told."""
+    found = {f"{name}{end}": value for name, value in named.items()}
     for prefix in checkpoint.prefixes:
-        extra = {key.removeprefix(prefix): value for key, value in extra.items()}
-    return extra
+        found = {name.removeprefix(prefix): value for name, value in found.items()}
+    return {name.removesuffix(end): value for name, value in found.items()}
 
 
 def _missing(expected: Mapping[str, Any], state: Mapping[str, Any]) -> list[str]:

@@ -27,7 +27,9 @@ from modelyard.exporter.errors import (
     propose_no_failed_format,
 )
 from modelyard.exporter.formats import to_aoti, to_exported_program, to_onnx, to_torchscript
+from modelyard.exporter.formats.diagnose import explain
 from modelyard.exporter.formats.from_onnx import file_of
+from modelyard.exporter.formats.guards import Guards
 from modelyard.exporter.ingest import ONNX, PROGRAM, Checkpoint, read_checkpoint
 from modelyard.exporter.inputs.samples import as_request
 from modelyard.exporter.inputs.settle import Inputs, settle
@@ -141,6 +143,14 @@ def _open(request: ExportRequest, checkpoint: Checkpoint, notes: list[str]) -> I
         raise without_class(request, checkpoint, str(error)) from error
 
 
+_STAGES = {
+    "pt2": "torch.export",
+    "onnx": "ONNX",
+    "torchscript": "TorchScript",
+    "aoti": "AOTInductor",
+}
+
+
 def _write_each(
     request: ExportRequest, reference: Reference, inputs: Inputs, folder: Path
 ) -> tuple[dict[str, tuple[Path, Mapping[str, object], Parity]], dict[str, ExportError]]:
@@ -165,6 +175,9 @@ def _write_each(
                 drafts[format] = draft, written, parity
             except ExportError as error:
                 failures[format] = error
+            # Writers run torch's and the author's code, which fails in any way; others go on.
+            except Exception as error:
+                failures[format] = explain(error, _STAGES[format], reference.signature)
     propose_no_failed_format(failures)
     return drafts, failures
 
@@ -247,7 +260,18 @@ def _announce(request: ExportRequest, name: str) -> None:
 def _writers(request: ExportRequest, reference: Reference, inputs: Inputs) -> dict[str, _Writer]:
     """Return for each format the function that writes it; three of them share one trace."""
     model, signature, example = reference.model, reference.signature, reference.example
-    program = _once(lambda: to_exported_program.capture(model, signature, example))
+
+    def capture() -> ExportedProgram:
+        captured = to_exported_program.capture(model, signature, example)
+        if reference.plan.probes:  # values are made up at all
+            sizes = to_exported_program.dynamic_sizes(captured, signature)
+            guards = Guards(((dim, size) for dim, _, size in sizes), signature)
+            reference.cases.why = guards.broken_at
+            reference.cases.add(guards.probes())
+            captured._guards_code = []  # each holds at every size of the range, or is tried
+        return captured
+
+    program = _once(capture)
 
     def write_onnx(path: Path) -> Mapping[str, object]:
         if (file := file_of(model)) is not None:

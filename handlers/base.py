@@ -293,8 +293,10 @@ class BaseHandler:
         self.context = context
         return self._explaining.explain(data)
 
-    def shares(self, data: Sequence[Mapping[str, Any]], context: Context) -> list[dict[str, float]]:
+    def shares(self, data: Sequence[Mapping[str, Any]], context: Context) -> list[dict[str, Any]]:
         """Return for each request what share its parts have in the sum of all |attributions|.
+
+        The predicted class is beside them: `{"class": "repaid", "shares": {"age": 0.3, …}}`.
 
         Parts are those of `name_parts`, as far as the archive's reference tells them apart. A
         request without any attribution, as the baseline itself, has none.

@@ -38,6 +38,7 @@ class ExplainOptions(TypedDict, total=False):
     n_steps: int | None
     tolerance: float | None
     max_steps: int | None
+    budget_ms: int | None
     n_samples: int | None
     max_samples: int | None
     noise: float | None

@@ -135,8 +135,19 @@ def _trace(
         strict: read the model's bytecode instead of running it, which knows what a size is where
             Python asks for a number (`len(x)`, `int(x.max())`), and does not know much else.
     """
-    with quiet(*_TALKATIVE), redirect_stderr(StringIO()), any_length():
+    with quiet(*_TALKATIVE), redirect_stderr(StringIO()), any_length(), _plain_einsum():
         return torch.export.export(model, example, dynamic_shapes=shapes, strict=strict)
+
+
+@contextmanager
+def _plain_einsum() -> Iterator[None]:
+    """Let einsum take its operands in their order: the best one, by sizes, would fix them."""
+    before = torch.backends.opt_einsum.enabled
+    torch.backends.opt_einsum.enabled = False
+    try:
+        yield
+    finally:
+        torch.backends.opt_einsum.enabled = before
 
 
 @contextmanager
@@ -225,7 +236,7 @@ def _guard_place(model: nn.Module, log: str) -> str:
     return ""
 
 
-def _dynamic_sizes(
+def dynamic_sizes(
     program: ExportedProgram, signature: Signature
 ) -> Iterator[tuple[DynamicDim, str, Any]]:
     """Yield every named dim, the input that has it, and the size that was traced."""
@@ -245,7 +256,7 @@ def _fixed_dims(program: ExportedProgram, signature: Signature) -> list[str]:
     """Describe the named dims that the program holds as one size, if only after all of a trace."""
     return [
         f'dim "{dim.name}" of input "{name}" to {size}'
-        for dim, name, size in _dynamic_sizes(program, signature)
+        for dim, name, size in dynamic_sizes(program, signature)
         if isinstance(size, int) or bool(size.node.expr.is_number)
     ]
 
@@ -266,7 +277,7 @@ def _fixed_message(fixed: list[str], where: str = "") -> str:
 def _narrowed_dims(program: ExportedProgram, signature: Signature) -> str:
     """Describe the named dims for which the trace holds in a part of their range."""
     found: dict[str, str] = {}
-    for dim, _, size in _dynamic_sizes(program, signature):
+    for dim, _, size in dynamic_sizes(program, signature):
         limits = program.range_constraints.get(size.node.expr)
         if limits is not None:
             low, high = int(limits.lower), limits.upper

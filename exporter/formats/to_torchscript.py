@@ -43,19 +43,20 @@ def write(
     """
     details: dict[str, object]
     program: torch.jit.ScriptModule
+    raw = path.with_suffix(".raw")
     with quiet(), _without_trainer(model), _not_compiled(model) as model:
         try:
             with warnings.catch_warnings():
                 # Scripting reads every property of the author's classes, deprecated ones too.
                 warnings.simplefilter("ignore", FutureWarning)
                 program = torch.jit.script(model)
+            torch.jit.save(program, raw)
             details = {"torchscript": "script"}
         # Scripting compiles the author's Python, and refuses most of the language in many ways.
         except Exception as error:
             program, found = _trace(model, signature, example, error)
+            torch.jit.save(program, raw)
             details = {"torchscript": "trace", "not_scripted": cause(error), "warnings": found}
-        raw = path.with_suffix(".raw")
-        torch.jit.save(program, raw)
     copy_without(".debug_pkl", raw, path)
     return {**details, "deprecated": DEPRECATION}
 

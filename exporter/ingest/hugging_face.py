@@ -182,12 +182,18 @@ def _configuration(
     return config
 
 
+_NOT_IN_JSON = ("Infinity", "-Infinity", "NaN")
+
+
 def _without_kernels(value: Any, kernels: list[str]) -> Any:
     """Return the configuration without what chooses an implementation, nor a backbone's weights.
 
-    All weights are the checkpoint's; `kernels` gets the names with a slash, which are the hub's.
+    Numbers that JSON does not have are `{"__float__": "Infinity"}` in it, as transformers says. All
+    weights are the checkpoint's; `kernels` gets the names with a slash, which are the hub's.
     """
     if isinstance(value, Mapping):
+        if value.keys() == {"__float__"} and value["__float__"] in _NOT_IN_JSON:
+            return float(value["__float__"])
         named = [item for key, item in value.items() if key.endswith(_KERNEL_ENDINGS)]
         for item in named:
             items = item.values() if isinstance(item, Mapping) else [item]

@@ -5,7 +5,7 @@ Decided by keys, in the order of `kinds.yaml`; the first rule that applies wins.
 
 import re
 from collections.abc import Iterator, Mapping, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -95,12 +95,13 @@ def find_weights(root: Any, file: str, refused: tuple[str, ...] = ()) -> Classif
     rule = next((rule for rule in RULES if rule.applies(content)), None)
     weights = weight_sets(content)
     chosen = None if rule is None else next((key for key in rule.weights if key in weights), None)
-    flat = tensor_map(content)
+    flat = tensor_map(root)
     if chosen is None and flat is not None and _is_flat(content):
         return Classification("state dict", None, {"": flat}, "", None)
     if not weights and _is_flat(content) and (beside := _beside_tensors(content)):
         kept = tensor_map({key: item for key, item in content.items() if key not in beside})
         assert kept is not None
+        kept = replace(kept, versions=_versions(root))
         return Classification("state dict", None, {"": kept}, "", None, beside)
     if not weights:
         if any(name.startswith(_SHARES) for name in refused):
@@ -176,7 +177,15 @@ def tensor_map(value: Any, visits: _Visits | None = None) -> Weights | None:
     tensors: dict[str, Tensor] = {}
     extra: dict[str, Any] = {}
     is_map = _flatten(value, "", tensors, extra, 0, visits or _Visits())
-    return Weights(tensors, extra) if is_map else None
+    return Weights(tensors, extra, versions=_versions(value)) if is_map else None
+
+
+def _versions(value: Any) -> dict[str, int]:
+    """Return the versions of the modules' forms that torch keeps beside a state dict."""
+    stated = as_mapping(getattr(value, "_metadata", None)) or {}
+    entries = ((path, as_mapping(entry) or {}) for path, entry in stated.items())
+    found = {str(path): entry.get("version") for path, entry in entries}
+    return {path: version for path, version in found.items() if isinstance(version, int)}
 
 
 def _flatten(
@@ -220,7 +229,7 @@ def _candidates(
         inner = as_mapping(value)
         if not inner or is_optimizer(inner) or _NO_WEIGHTS.search(key.lower()):
             continue
-        found = tensor_map(inner, visits)
+        found = tensor_map(value, visits)
         if found is not None and found.tensors and _is_flat(inner):
             yield path, found
         elif depth < _MAX_DEPTH:

@@ -285,8 +285,9 @@ class _Machine:
         if isinstance(target, UnresolvedCall):
             target.state.append(state)
         elif not isinstance(target, OrderedDict):
-            # Of an ordered dict it is `_metadata`, versions that only resuming needs.
             raise BadPickle(f"attributes for a {type(target).__name__}")
+        elif isinstance(state, dict) and isinstance(versions := state.get("_metadata"), dict):
+            vars(target)["_metadata"] = versions  # as torch reads them: of each module's own form
 
 
 def hashable(value: Any, depth: int = 0) -> Any:

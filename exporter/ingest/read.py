@@ -59,6 +59,7 @@ def take_weights(parsed: ParsedCheckpoint, path: Path, key: str) -> Checkpoint:
         files=digest_files(path, parsed.paths),
         original_names={new: old for old, new in renamed.items()},
         extra_state=dict(weights.extra_state),
+        versions=dict(weights.versions),
         weights_key=key,
         alternatives={k: other.parameters for k, other in parsed.weights.items() if k != key},
         ema_key=parsed.ema,

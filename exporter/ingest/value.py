@@ -45,6 +45,8 @@ class Weights:
     tensors: Mapping[str, Tensor]
     extra_state: Mapping[str, Any] = field(default_factory=dict)
     """Entries `…_extra_state` of a state dict that are not tensors."""
+    versions: Mapping[str, int] = field(default_factory=dict)
+    """Path of a module → the version of the form in which it wrote its tensors."""
     module: UnresolvedCall | None = None
     """The pickled module that they are the state dict of."""
 
@@ -121,6 +123,8 @@ class Checkpoint(Description):
     """Name in `tensors` → name in the file."""
     extra_state: Mapping[str, Any] = field(default_factory=dict)
     """Entries that are not tensors, as in `Weights`."""
+    versions: Mapping[str, int] = field(default_factory=dict)
+    """Versions of the modules' forms, as in `Weights`."""
     weights_key: str = ""
     """Path of the weights inside the checkpoint, dots between; empty when they are all of it."""
     alternatives: Mapping[str, int] = field(default_factory=dict)

@@ -42,6 +42,10 @@ _ADVICE = {
     "torchscript": "forward() must do the same in TorchScript, where a trace keeps one branch only",
     "aoti": "export --format pt2, which runs torch's own kernels",
 }
+_CHOICE = (
+    "forward() chooses by a size, and went the way for {}: give --input a range in which that "
+    "holds, use torch.cond, or export --format torchscript"
+)
 _OVERFLOW = "float16 ends at 65504: use --dtype bf16, or keep fp32"
 _QUANTIZED_ADVICE = "this model needs its full precision: export without --quantize"
 
@@ -234,11 +238,15 @@ def check(
         for spec in signature.outputs
     }
     outputs = [(spec.name, spec.dtype, rules[spec.name].tolerance) for spec in signature.outputs]
+    by_case: list[list[dict[str, Any]]] = []
     try:
         checker.open(artifact, format, device, outputs, trusted)
-        by_case = [_measure(checker, reference.cases, place) for place in range(len(probes))]
+        for _ in probes:
+            by_case.append(_measure(checker, reference.cases, len(by_case)))
     except ParityError as error:
-        raise ParityError(f"{format}: {error}; {_ADVICE[format]}") from error
+        guard = reference.cases.why(probes[len(by_case)].sizes) if by_case else ""
+        advice = _CHOICE.format(guard) if guard else _ADVICE[format]
+        raise ParityError(f"{format}: {error}; {advice}") from error
     judged: list[_Judged] = [
         (name, rule, list(measured))
         for (name, rule), measured in zip(rules.items(), zip(*by_case, strict=True), strict=True)
@@ -256,6 +264,8 @@ def check(
         places = rule.wrong(measured, probes)
         place = places[worst([measured[place] for place in places])]
         where = f"; {locate(reference.cases[place])}" if locate else ""
+        if guard := reference.cases.why(probes[place].sizes):
+            raise ParityError(f"{format}: {differences}; {_CHOICE.format(guard)}")
         advice = _OVERFLOW if _overflows(judged, reference, where) else _ADVICE[format]
         raise ParityError(f"{format}: {differences}{where}; {advice}")
     return Parity(

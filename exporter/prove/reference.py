@@ -35,7 +35,12 @@ from modelyard.exporter.prove.watch import (
     watch,
 )
 from modelyard.handlers.models.backends import dtype_name, torch_dtype, type_name
-from modelyard.handlers.proof.agree import OutputScales, full_precision, split
+from modelyard.handlers.proof.agree import (
+    ORDINARY_KINDS,
+    OutputScales,
+    full_precision,
+    split,
+)
 from modelyard.handlers.proof.bounds import Bounds
 from modelyard.handlers.proof.plan import (
     GFLOP_PER_OPERATOR,
@@ -122,8 +127,20 @@ class Cases:
         self._kept = kept
         self._names = [*map(str, probes), *range(len(samples))]
         self._moved: dict[int, list[float]] = {}
+        self._signature = signature
+        self.why: Callable[[Mapping[str, int]], str] = lambda sizes: ""
+        """Sizes → the guard of the trace that does not hold there; empty where all do."""
         self.scales = OutputScales()
         """Scales of the outputs, once all cases have run."""
+
+    def add(self, probes: Sequence[Probe]) -> None:
+        """Try these too, unless their sizes are tried already."""
+        known = [probe.sizes for probe in self.probes if probe.kind in ORDINARY_KINDS]
+        for probe in probes:
+            if probe.sizes not in known:
+                self.probes = (*self.probes, probe)
+                self._inputs.append(functools.partial(make_case, self._signature, probe))
+                self._names.append(str(probe))
 
     def __iter__(self) -> Iterator[Case]:
         return (self[place] for place in range(len(self.probes)))

@@ -102,19 +102,19 @@ class Explainer:
             for index, each in enumerate(explanations)
         ]
 
-    def shares(self, data: Sequence[Row]) -> list[dict[str, float]]:
+    def shares(self, data: Sequence[Row]) -> list[dict[str, Any]]:
         """Return what share each part of a request has; see `BaseHandler.shares`."""
         handler = self.handler
         self._refuse_whole()
         tensors = as_tuple(handler.preprocess(data))
         version = handler.explained_model()
         explanations = explain_batch(version, tensors, [options_of_shares(version)] * len(data))
-        shares = [
-            shares_of(handler.name_parts(index, explanation))
-            for index, (explanation,) in enumerate(explanations)
-        ]
-        reference = handler.reference
-        return [reference.fold(each) if reference and each else each for each in shares]
+        answers, reference = [], handler.reference
+        for index, (explanation,) in enumerate(explanations):
+            shares = shares_of(handler.name_parts(index, explanation))
+            folded = reference.fold(shares) if reference and shares else shares
+            answers.append({"class": explanation.label, "shares": folded})
+        return answers
 
     def model(self) -> ExplainedModel:
         """Return what explanations need to know of the model version."""

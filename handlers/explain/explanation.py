@@ -16,20 +16,22 @@ from torch import Tensor
 from modelyard.archiver.handler_files import MASKS, TYPES
 from modelyard.handlers.errors import BadInput, NoGradients, TwinDiffers
 from modelyard.handlers.explain.attribute.attribution import (
-    FORWARD_ROWS,
     Attribution,
     AttributionRequest,
     ForwardFunction,
     Model,
     Tensors,
     evaluate,
-    gradient_rows,
     is_met,
-    most_rows,
     sizes_of,
     sums_of,
 )
 from modelyard.handlers.explain.attribute.cut import Cut, cut_at_embedding
+from modelyard.handlers.explain.attribute.memory import (
+    FORWARD_ROWS,
+    gradient_rows,
+    most_rows,
+)
 from modelyard.handlers.explain.attribute.method import Measure, Method, Result, Windows
 from modelyard.handlers.explain.attribute.methods import MEASURES, METHODS
 from modelyard.handlers.explain.request.options import ExplainOptions
@@ -100,6 +102,9 @@ class Explanation:
     sum_attributions: float
     convergence_delta: float | None
     """None where the method promises no sum."""
+    path_delta: float | None
+    """The largest gap between the output on the way and the sum up to there, as a share of how far
+    the output goes; None where the method follows no path."""
     relative_delta: float | None
     """|delta| as a share of |f(input) − f(baseline)|; None where those are equal, too."""
     net_share: float | None
@@ -173,8 +178,17 @@ class Explanation:
 _FACTS = (
     *("method", "output_name", "target", "label", "against", "output", "probability", "baseline"),
     *("baseline_label", "baseline_probability", "explained_with", "f_input", "f_baseline"),
-    *("f_served", "served_delta", "sum_attributions", "convergence_delta", "relative_delta"),
-    *("net_share", "error", "n_steps", "tolerance", "tolerance_met", "warnings", "layer"),
+    *("f_served", "served_delta", "sum_attributions", "convergence_delta", "path_delta"),
+    *(
+        "relative_delta",
+        "net_share",
+        "error",
+        "n_steps",
+        "tolerance",
+        "tolerance_met",
+        "warnings",
+        "layer",
+    ),
 )
 """Fields of an answer in their order."""
 
@@ -495,7 +509,8 @@ def _numbers(
     if wrong:
         raise BadInput(
             f"{wrong}; an explanation needs finite outputs and gradients: send smaller numbers, or "
-            "choose another baseline"
+            "others than those where the model has no slope, as a root of 0; or choose another "
+            "baseline"
         )
     delta = float(total - difference) if method.adds_up else None
     rounding = 0.0 if found.rounding is None else float(found.rounding)
@@ -504,14 +519,22 @@ def _numbers(
         relative = abs(delta / float(difference))
     found, net_share, warnings = _apart(found, method, numbers, rounding)
     error = found.error
-    # Draws do not have to meet the sum: they are scattered around it, or forced to it.
     is_within = error is not None and bool(
         error <= options.tolerance
         if method.is_random
         else is_met(request, found, options.tolerance)
     )
+    if delta is not None and error is not None and not options.noise:
+        # Draws scatter around the sum, but no further than their errors allow.
+        scatter = 3 * float(sizes_of(found.errors or ())) if method.is_random else 0.0
+        if abs(delta) > scatter + max(options.tolerance * abs(float(difference)), rounding):
+            hidden = 0.0 if found.hidden is None else float(found.hidden)
+            if float(error) <= options.tolerance or hidden > abs(delta) / 2:
+                warnings += (_missing(delta, float(difference)),)
+            is_within = False
     return numbers | {
         "convergence_delta": delta,
+        "path_delta": None if found.path_delta is None else float(found.path_delta),
         "relative_delta": relative,
         "net_share": net_share,
         "error": float(error) if error is not None and bool(error.isfinite()) else None,
@@ -522,6 +545,14 @@ def _numbers(
         "warnings": warnings,
         "sides": None if found.sides is None else tuple(found.sides[0].tolist()),
     }
+
+
+def _missing(delta: float, difference: float) -> str:
+    return (
+        f"f(input) − f(baseline) is {difference:.3g}, and the attributions miss it by "
+        f"{-delta:.3g}: the output changes where it has no slope, as by rounding or a comparison, or "
+        "between two points; ask occlusion or kernel_shap, which follow no slopes"
+    )
 
 
 def _fixed(method: Method, steps: int) -> dict[str, int]:

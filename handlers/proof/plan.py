@@ -12,7 +12,7 @@ from itertools import product
 
 from modelyard.archiver.report import Extent
 from modelyard.archiver.signature import Dim, Signature
-from modelyard.handlers.proof.probes import KINDS, Probe, batch_sizes, sizes_text
+from modelyard.handlers.proof.probes import KINDS, Probe, batch_sizes, inner_sizes, sizes_text
 
 # Of one pass over all cases: one to four seconds of a core, once for the checkpoint and again for
 # each artifact.
@@ -111,8 +111,9 @@ def plan(signature: Signature, gflop: Growth, size_bytes: Growth, *, quick: bool
 
     Every size of the batch dimension is tried with both ends of all others, in every kind of
     values while one pass stays in the budget; else fewer, down to random values at the smallest
-    batch, 2, a prime and the largest, and the other kinds at one size. Sizes at which a case would
-    hold more than `CASE_BYTES` are left out, those of `end_sizes` never.
+    batch, 2, a prime and the largest, and the other kinds at one size. Each other dim is tried at
+    some sizes between its ends, too. Sizes at which a case would hold more than `CASE_BYTES` are
+    left out, those of `end_sizes` never.
     """
     ends = [*map(sizes_text, end_sizes(signature))]
     extents: tuple[Extent, ...] = ("quick",) if quick else ("every", "random", "few")
@@ -155,6 +156,10 @@ def choose_probes(
         for name, dim in signature.dims.items()
     }
     probes += [Probe(kind, edge) for kind in kinds if kind not in everywhere]
+    for name, dim in signature.dims.items() if extent != "quick" else ():
+        if dim != signature.batch:
+            inner = inner_sizes(dim, is_reduced=extent == "few")
+            probes += [Probe("random", edge | {name: size}) for size in inner]
     return tuple(probe for probe in probes if sizes_text(probe.sizes) not in left_out)
 
 

@@ -162,6 +162,24 @@ def batch_sizes(dim: Dim, *, is_reduced: bool) -> tuple[int, ...]:
     return tuple(sorted({*first, *doublings, *_largest_prime(dim), dim.max}))
 
 
+def inner_sizes(dim: Dim, *, is_reduced: bool) -> tuple[int, ...]:
+    """Return sizes between the ends of a dim: odd ones, and multiples of 2, 4, 8 and 16 alone.
+
+    What networks pad, fold or cut to goes by these; where a range is wide, one of each.
+
+    Args:
+        dim: dim that is not the batch's.
+        is_reduced: the smallest of each, instead of some that lie apart.
+    """
+    inner = dim.sizes()[1:-1]
+    chosen = []
+    for at, power in enumerate((16, 8, 4, 2, 1)):
+        alike = [size for size in inner if size % power == 0 and (power == 16 or size // power % 2)]
+        if alike:
+            chosen.append(alike[0 if is_reduced else len(alike) * (2 * at + 1) // 10])
+    return tuple(sorted(chosen))
+
+
 def _largest_prime(dim: Dim) -> tuple[int, ...]:
     """Find the largest odd prime below the end of the range: a size that no tile divides."""
     for size in reversed(dim.sizes(3)[:-1]):

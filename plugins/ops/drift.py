@@ -11,36 +11,37 @@ import logging
 import random
 from collections.abc import Sequence
 
-from modelyard.archiver.reference import MAX_BYTES, Reference, parse_reference
-from modelyard.archiver.untrusted.json import parse_json
+from modelyard.archiver.reference import WINDOW, Reference, distance, parse_reference
 from modelyard.archiver.untrusted.names import REFERENCE_NAME
-from modelyard.serve.control.registry import ModelVersion
+from modelyard.plugins.ops.reasons import (
+    OF_A_JOB,
+    OTHER_FORMS,
+    Change,
+    idle_explainer,
+    read_answer,
+)
+from modelyard.serve.control.registry import ModelVersion, Registry
 from modelyard.serve.dataplane import wire
 from modelyard.serve.dataplane.call import Call, Reply, Stream
 from modelyard.serve.dataplane.metrics import COUNTER, GAUGE, HISTOGRAM, MODEL, Family, Metrics
-from modelyard.serve.dataplane.pool import Pool
 from modelyard.serve.errors import BadModelConfig, WorkerDied
 from modelyard.serve.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-WINDOW = 100
-"""Explanations over which shares are averaged: each moves the mean, which begins as the
-reference's, by so small a part of its distance."""
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)
+CALM = 1000
+"""Explanations without an alarm after which the next one is told of again."""
 OUTCOMES = ("explained", "busy", "interrupted", "failed")
 """What may become of a prediction that was drawn to be explained."""
-_OF_A_JOB = wire.LEGACY | wire.KSERVE | wire.PARTS
-"""Flags by which a worker reads a request."""
-_OTHER_FORMS = wire.TENSORS | wire.INSTANCES
-"""Flags of requests that are not one body for the handler."""
 
 
 class Drifts:
     """The drift of every version that the settings, or its archive, have explained unasked."""
 
-    def __init__(self, settings: Settings, metrics: Metrics) -> None:
+    def __init__(self, settings: Settings, metrics: Metrics, models: Registry) -> None:
         self._settings = settings
+        self.tell = models.tell
         registry, part = metrics.registry, (*MODEL, "part")
         self.explained = Family(
             registry, COUNTER, "explained_predictions", (*MODEL, "outcome"),
@@ -57,7 +58,20 @@ class Drifts:
         )  # fmt: skip
         self.distance = Family(
             registry, GAUGE, "attribution_drift", MODEL,
-            "Total variation distance of the latest shares' means to the archive's reference.",
+            "Total variation distance of the latest shares' means to those of the same classes in "
+            "the archive's reference.",
+        )  # fmt: skip
+        self.floor = Family(
+            registry, GAUGE, "attribution_drift_floor", MODEL,
+            "What the drift is at most while nothing changes, 95 % of the time.",
+        )  # fmt: skip
+        self.evidence = Family(
+            registry, GAUGE, "attribution_evidence", MODEL,
+            "Evidence that reasons are others than the reference's; 1 raises an alarm.",
+        )  # fmt: skip
+        self.alarms = Family(
+            registry, COUNTER, "attribution_alarms", part,
+            "Times at which the shares of a part were shown to have changed.",
         )  # fmt: skip
         self._of: dict[tuple[str, str], Drift] = {}
 
@@ -76,7 +90,7 @@ class Drifts:
                 reference = parse_reference((model.folder / REFERENCE_NAME).read_bytes())
             except ValueError as error:
                 raise BadModelConfig(f"{file}: {REFERENCE_NAME} is wrong: {error}") from error
-            drift = self._of[key] = Drift(self, model, model.explainers, share, reference)
+            drift = self._of[key] = Drift(self, model, share, reference)
             model.pool.on_answer = (*model.pool.on_answer, drift.offer)
         elif self._settings.explain_share and not (model.folder / REFERENCE_NAME).exists():
             logger.warning(
@@ -91,18 +105,12 @@ class Drift:
 
     Args:
         drifts: what exposes its metrics.
-        explainers: the version's workers that only explain.
         share: share of the predictions that are explained, above 0 and at most 1.
         reference: what their shares are compared with.
     """
 
     def __init__(
-        self,
-        drifts: Drifts,
-        model: ModelVersion,
-        explainers: Pool,
-        share: float,
-        reference: Reference,
+        self, drifts: Drifts, model: ModelVersion, share: float, reference: Reference
     ) -> None:
         self._drifts = drifts
         self._model = model
@@ -110,38 +118,41 @@ class Drift:
         self._label = model.pool.plan.label
         self._share = share
         self._reference = reference
-        self._explainers = explainers
         self._draw = random.Random().random
-        self._means = dict(reference.shares)
+        self._moved = dict.fromkeys(reference.shares, 0.0)
+        """How far the mean share of each part has moved from those of the classes predicted."""
+        self._change = Change(reference)
+        self._calm = CALM
+        """Explanations since the latest alarm."""
         self._has_warned = False
         self._is_ended = False
         for part, mean in reference.shares.items():
             drifts.shares.histogram(*key, part)
+            drifts.alarms.count(*key, part)
             drifts.reference.count(*key, part).value = mean
-        self._distance = drifts.distance.count(*key)
+        self._distance, self._evidence = drifts.distance.count(*key), drifts.evidence.count(*key)
+        if reference.floor is not None:
+            drifts.floor.count(*key).value = reference.floor
         self._counts = {each: drifts.explained.count(*key, each) for each in OUTCOMES}
 
     def remove(self) -> None:
         """Explain nothing more, and forget the series."""
         self._is_ended = True
-        drifts = self._drifts
-        for family in (drifts.shares, drifts.reference, drifts.distance, drifts.explained):
-            family.forget(*self._key)
+        for family in vars(self._drifts).values():
+            if isinstance(family, Family):
+                family.forget(*self._key)
 
     def offer(self, answered: Sequence[tuple[Call, Reply]]) -> None:
         """Explain what was just answered, where it is drawn and a worker has time."""
         for job, reply in answered:
             if reply.status != 200 or isinstance(reply.body, Stream):
                 continue
-            if self._draw() >= self._share or self._is_ended or job.flags & _OTHER_FORMS:
+            if self._draw() >= self._share or self._is_ended or job.flags & OTHER_FORMS:
                 continue
-            if not self._explainers.slots:
-                self._model.start_explainers()
-            worker = next((w for w in self._explainers.workers if w.is_idle), None)
-            if worker is None or any(queue.waiting > 0 for queue in self._model.batchers):
+            if (worker := idle_explainer(self._model)) is None:
                 self._counts["busy"].inc()
                 continue
-            flags = job.flags & _OF_A_JOB | wire.SHARES
+            flags = job.flags & OF_A_JOB | wire.SHARES
             worker.run_aside([(job.head, job.parts, flags, self, 0)])
 
     # -- the sink ------------------------------------------------------------------------------
@@ -168,7 +179,7 @@ class Drift:
     def set_result(self, reply: Reply, /) -> None:
         """Take the shares of one explanation."""
         try:
-            shares = self._read(reply)
+            said = read_answer(reply, self._reference.shares)
         except ValueError as error:
             self._counts["failed"].inc()
             if not self._has_warned:
@@ -177,31 +188,29 @@ class Drift:
                                "further ones are counted only", self._label, error)  # fmt: skip
             return
         self._counts["explained"].inc()
-        if not shares or self._is_ended:  # it was as the baseline is, or nobody wants to know
+        if not said.shares or self._is_ended:  # it was as the baseline is, or nobody wants to know
             return
-        for name, share in shares.items():
+        usual = self._reference.usual(said.label)
+        for (name, share), mean in zip(said.shares.items(), usual, strict=True):
             self._drifts.shares.histogram(*self._key, name).observe(share)
-            self._means[name] += (share - self._means[name]) / WINDOW
-        self._distance.value = self._reference.distance(self._means)
+            self._moved[name] += (share - mean - self._moved[name]) / WINDOW
+        self._distance.value = distance(list(self._moved.values()))
+        self._calm += 1
+        if part := self._change.put(said):
+            self._alarm(part, said.label)
+        self._evidence.value = self._change.evidence
 
-    def _read(self, reply: Reply) -> dict[str, float]:
-        """Return what a worker says, which runs authors' code.
+    def _alarm(self, part: str, label: str) -> None:
+        """Count that the shares of a part have changed; tell of it, unless that was told just now.
 
-        Raises:
-            ValueError: it is not what a worker of ours says.
+        Alarms come again and again for as long as it is so.
         """
-        body = reply.body
-        if not isinstance(body, bytes | bytearray):
-            raise ValueError("it came as a stream")
-        text = body[:200].decode("utf-8", "replace")
-        if reply.status != 200:
-            raise ValueError(f"status {reply.status}: {text}")
-        shares = parse_json(body, MAX_BYTES)
-        parts = self._reference.shares
-        if shares == {}:
-            return {}
-        if not isinstance(shares, dict) or shares.keys() != parts.keys():
-            raise ValueError(f"expected shares of {', '.join(parts)}, got {text}")
-        if not all(isinstance(each, float | int) and 0 <= each <= 1 for each in shares.values()):
-            raise ValueError(f"expected shares from 0 to 1, got {text}")
-        return shares
+        self._drifts.alarms.count(*self._key, part).inc()
+        if self._calm > CALM:
+            self._drifts.tell(
+                "reasons changed", *self._key,
+                f'the share of "{part}" is not as in the reference, where "{label}" is predicted; '
+                f"all parts have moved by {self._distance.value:.3f}, by chance up to "
+                f"{self._reference.floor:.3f}",
+            )  # fmt: skip
+        self._calm = 0

@@ -35,7 +35,7 @@ class Ops:
     def __init__(self, host: Host) -> None:
         lifecycle = host.lifecycle
         registry, settings = lifecycle.registry, lifecycle.policy.settings
-        registry.on_change.append(Drifts(settings, host.metrics).changed)
+        registry.on_change.append(Drifts(settings, host.metrics, registry).changed)
         self._rollouts = rollouts = Rollouts(lifecycle, host.metrics)
         self.routers = [rollout_routes(rollouts)]
         renderer = Renderer()

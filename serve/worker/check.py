@@ -91,7 +91,7 @@ def _explain_reference(service: load.Service, place: Path) -> str:
     Raises:
         LoadError: a request cannot be used; it is named.
     """
-    rows: list[dict[str, float]] = []
+    rows: list[Any] = []
     try:
         for name, body in read_requests(place):
             service.context.reset([name])

@@ -189,3 +189,14 @@ def test_components_of_diffusers_say_what_they_take(tmp_path: Path) -> None:
         open_model(checkpoint, None, {"sampel_size": 8}),
     ):
         pass
+
+
+def test_numbers_that_json_has_not_are_read_as_transformers_reads_them(tmp_path: Path) -> None:
+    """Every Mamba2 has one: its time steps may be endless."""
+    library: Any = pytest.importorskip("transformers")
+    small = {"hidden_size": 16, "num_heads": 2, "head_dim": 16, "state_size": 4, "vocab_size": 32}
+    config = library.Mamba2Config(**small, num_hidden_layers=1, n_groups=1)
+    library.Mamba2ForCausalLM(config).save_pretrained(tmp_path)
+    assert "__float__" in (tmp_path / "config.json").read_text()
+    with open_model(read_checkpoint(tmp_path), None) as model:
+        assert list(model.config.time_step_limit) == [0.0, float("inf")]

@@ -15,16 +15,19 @@ from modelyard.handlers.explain.attribute.attribution import (
     ForwardFunction,
     Model,
     evaluate,
-    integrated_gradients,
     is_met,
     norms_of,
     ranges_of,
     sums_of,
 )
+from modelyard.handlers.explain.attribute.path import integrated_gradients
 from modelyard.handlers.models.backends import open_artifact
 from tests.shared import DIGITS
 
 Function = Callable[[Tensor], Tensor]
+
+ENDS = 2
+"""Each time that a row gets points, both ends of its path are asked, too."""
 
 
 class CountingModel:
@@ -220,7 +223,7 @@ def test_tripled_steps_reuse_every_earlier_point() -> None:
     model.rows.clear()
     result = integrated_gradients(request, tolerance=1e-12)
     assert result.n_steps.tolist() == [270]
-    assert sum(model.rows) == 270
+    assert sum(model.rows) == 270 + 3 * ENDS
     at_once = integrated_gradients(request, n_steps=270)
     assert torch.allclose(result.attributions[0], at_once.attributions[0], rtol=0, atol=1e-14)
 
@@ -238,7 +241,7 @@ def test_row_that_met_the_tolerance_costs_no_further_passes() -> None:
     result = integrated_gradients(request, tolerance=0.001)
     assert result.n_steps.tolist() == [30, 270]
     assert is_met(request, result, 0.001).tolist() == [True, True]
-    assert sum(model.rows) == 30 + 270
+    assert sum(model.rows) == 30 + 270 + 4 * ENDS
 
 
 @pytest.mark.parametrize(("most", "steps"), [(89, 30), (90, 90), (269, 90)])
@@ -263,26 +266,16 @@ def test_fewer_steps_than_the_first_may_be_the_most() -> None:
     assert result.n_steps.tolist() == [10]
 
 
-@pytest.mark.parametrize("n_steps", [3, 4, 5, 30, 50])
-def test_error_is_how_far_a_third_of_the_points_are_off(n_steps: int) -> None:
-    """By hand: of 3 x², the gradient at a point is 6 αx, and its share 6 α x²."""
+@pytest.mark.parametrize("n_steps", [3, 4, 5, 10, 30, 50])
+def test_error_of_a_smooth_function_is_that_of_its_slopes_at_the_ends(n_steps: int) -> None:
+    """By hand: midpoints make x³ (1 − 1 / 4n²) of x³, and what is missing is to be stated."""
     inputs = torch.tensor([[1.0, 2.0]], dtype=torch.float64)
-
-    def f(x: Tensor) -> Tensor:
-        return (x**3).sum(1, keepdim=True)
-
-    request = ask(f, inputs, inputs * 0, [0])
+    request = ask(lambda x: (x**3).sum(1, keepdim=True), inputs, inputs * 0, [0])
     result = integrated_gradients(request, n_steps=n_steps)
-    points = (torch.arange(n_steps, dtype=torch.float64) + 0.5) / n_steps
-    thirds = [3 * i + 1 for i in range(n_steps // 3)]
-    rest = list(range(3 * (n_steps // 3), n_steps))
-    fine, coarse = (3 * points**2).mean(), 3 * 3 * (points[thirds] ** 2).sum() / n_steps
-    coarse += 3 * (points[rest] ** 2).sum() / n_steps
     assert result.errors is not None
-    assert result.error is not None
-    expected = float((fine - coarse).abs()) * inputs**3
-    assert torch.allclose(result.errors[0], expected, rtol=1e-9, atol=1e-15)
-    assert float(result.error) == pytest.approx(float((fine - coarse).abs() / fine))
+    ratios = result.errors[0] / (inputs**3 / (4 * n_steps**2))
+    assert ratios.min() > 1
+    assert ratios.max() < (6 if n_steps < 8 else 1.6)  # of a few points less is known
 
 
 @pytest.mark.parametrize("n_steps", [1, 2])
@@ -322,7 +315,8 @@ def test_errors_that_cancel_in_the_sum_are_seen(
     result = integrated_gradients(request, **settings)  # type: ignore[arg-type]
     assert result.error is not None
     assert abs(float(deltas(request, result.attributions))) < 1e-9  # it says nothing
-    off = float((result.attributions[0] - torch.tensor(truth)).norm() / torch.tensor(truth).norm())
+    exact = torch.tensor(truth, dtype=torch.float64)
+    off = float((result.attributions[0] - exact).norm() / exact.norm())
     if settings.get("n_steps") != 10 or f is steep_contrast:
         assert off <= 1.3 * float(result.error) + 1e-9
     if not bool(is_met(request, result, settings.get("tolerance", 0.05))):

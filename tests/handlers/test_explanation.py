@@ -1,4 +1,5 @@
 import json
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -10,12 +11,8 @@ from torch import Tensor, nn
 from modelyard.archiver.signature import Dim, Size, TensorSpec
 from modelyard.base import explain_words
 from modelyard.handlers import BadInput, NoGradients, TwinDiffers
-from modelyard.handlers.explain.attribute.attribution import (
-    MOST_ROWS,
-    ForwardFunction,
-    free_bytes,
-    gradient_rows,
-)
+from modelyard.handlers.explain.attribute.attribution import ForwardFunction
+from modelyard.handlers.explain.attribute.memory import MOST_ROWS, free_bytes, gradient_rows
 from modelyard.handlers.explain.attribute.methods import METHODS
 from modelyard.handlers.explain.explanation import Explanation, explain_batch
 from modelyard.handlers.explain.request.options import parse_options
@@ -290,7 +287,7 @@ def test_what_a_row_takes_is_tried_with_no_more_than_the_artifact_takes(
     [
         (
             {"n_steps": "30"},  # 8 / 4n²
-            "integrated gradients, 30 points · error 0.22 % · sum off by 0.028 %",
+            "integrated gradients, 30 points · error 0.038 % · sum off by 0.028 %",
         ),
         ({"method": "saliency"}, "saliency"),
         ({"n_steps": "2"}, "integrated gradients, 2 points · sum off by 6.2 %"),
@@ -393,3 +390,50 @@ def test_what_cancels_is_said_and_drawn_pale() -> None:
     assert (much.net_share, much.strength, much.warnings) == (1.0, 1.0, ())
     ((slope,),) = explain(model, x, {"target": "0", "method": "occlusion"})
     assert (slope.net_share, slope.strength, slope.warnings) == (None, 1.0, ())
+
+
+def test_a_difference_without_slopes_is_said_in_words() -> None:
+    model = subject(artifact(lambda x: (4 * x[:, :1]).round() + x[:, 1:2] * x[:, 2:]))
+    ((found,),) = explain(model, torch.tensor([[1.0, 1.0, 0.5]], dtype=torch.float64), {})
+    assert found.tolerance_met is False
+    (warning,) = found.warnings
+    assert "f(input) − f(baseline) is 4.5, and the attributions miss it by 4:" in warning
+    ((plain,),) = explain(model, torch.tensor([[0.0, 1.0, 0.5]], dtype=torch.float64), {})
+    assert (plain.tolerance_met, plain.warnings) == (True, ())
+
+
+@pytest.mark.parametrize("method", ["integrated_gradients", "gradient_shap", "input_x_gradient"])
+def test_value_that_is_as_the_baseline_gets_nothing_even_without_a_slope(method: str) -> None:
+    model = subject(artifact(lambda x: (x[:, :1] ** 2).sqrt() + x[:, 1:2] * x[:, 2:]))
+    x = torch.tensor([[0.0, 1.0, 2.0]], dtype=torch.float64)
+    ((found,),) = explain(model, x, {"method": method})
+    whole = 4.0 if method == "input_x_gradient" else 2.0
+    assert found.attributions[0][0] == 0
+    assert found.sum_attributions == pytest.approx(whole, rel=0.3)
+
+
+@pytest.mark.parametrize("method", ["integrated_gradients", "gradient_shap"])
+def test_a_cliff_between_two_points_is_found_or_not_met(method: str) -> None:
+    model = subject(artifact(lambda x: (1e5 * (x[:, :1] - 0.51234)).sigmoid() + 0.1 * x[:, 1:2]))
+    ((found,),) = explain(model, torch.ones(1, 3, dtype=torch.float64), {"method": method})
+    off = abs(float(found.attributions[0][0]) - 1)
+    assert (off < 0.05) == found.tolerance_met
+    assert (off < 0.05) == (method == "integrated_gradients")
+
+
+@pytest.mark.parametrize("method", ["integrated_gradients", "smoothgrad", "gradient_shap"])
+def test_a_budget_of_time_ends_it_with_the_error_that_was_reached(method: str) -> None:
+    def slow(x: Tensor) -> Tensor:
+        time.sleep(0.02)
+        return (400 * x).sin().sum(1, keepdim=True)
+
+    query = {"method": method, "tolerance": "0.0001", "internal_batch_size": "10"}
+    x = torch.tensor([[1.0, 0.5, 0.2]], dtype=torch.float64)
+    ((short,), (long,)) = (
+        explain(subject(artifact(slow)), x, query | {"budget_ms": each})[0]
+        for each in ("1", "10000")
+    )
+    assert short.n_steps in (30, 50)  # the first ones are always asked
+    assert short.tolerance_met is False
+    assert short.error is not None
+    assert long.n_steps > short.n_steps

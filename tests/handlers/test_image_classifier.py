@@ -305,11 +305,13 @@ def test_shares_are_of_the_ninths_of_a_picture(
     """With gradients from the attributions of 30 steps; without, from those of feature_ablation."""
     context = make_context(artifact, "digits.pt2" if artifact == "digits.pt2" else None)
     handler = classifier(context)
-    (shares,) = handler.shares([{"body": bytearray(scans[4])}], context)
+    (said,) = handler.shares([{"body": bytearray(scans[4])}], context)
+    label, shares = said["class"], said["shares"]
     has_gradients = artifact == "digits.pt2"
     asking(context, {"n_steps": "30"} if has_gradients else {"method": "feature_ablation"})
     (answer,) = handler.explain([{"body": bytearray(scans[4])}], context)
     sizes = np.abs(np.asarray(answer["attributions"])[0])
+    assert label == answer["label"]
     assert list(shares)[:4] == ["top left", "top centre", "top right", "middle left"]
     assert sum(shares.values()) == pytest.approx(1)
     assert shares["top left"] == pytest.approx(sizes[:3, :3].sum() / sizes.sum(), abs=1e-6)

@@ -33,7 +33,7 @@ def test_every_batch_size_meets_both_ends_of_every_other_dim_in_every_kind() -> 
         for batch in range(1, 9)
         for length in (2, 16)
         for kind in ("random", "zeros", "large")
-    }
+    } | {(2, length, "random") for length in (8, 12, 14, 15)}
 
 
 def test_a_fixed_shape_is_tried_as_it_is() -> None:
@@ -51,7 +51,7 @@ def test_a_slow_model_is_tried_at_every_batch_size_in_random_values() -> None:
     chosen = plan(signature, Growth(0.3, {"batch": 1.0, "h": 1.0, "w": 1.0}), FREE)
     assert chosen.extent == "random"
     assert chosen.gflop <= BUDGET_GFLOP
-    assert len([probe for probe in chosen.probes if probe.kind == "random"]) == 4 * 4
+    assert len([probe for probe in chosen.probes if probe.kind == "random"]) == 4 * 4 + 2 * 5
     edges = [probe for probe in chosen.probes if probe.kind != "random"]
     assert {probe.kind for probe in edges} == {"zeros", "large", "tiny", "negative"}
     assert all(probe.sizes == {"batch": 2, "h": 64, "w": 64} for probe in edges)
@@ -65,7 +65,8 @@ def test_a_slower_model_keeps_batch_1_2_a_prime_and_the_largest_and_both_ends() 
         for probe in chosen.probes
         if probe.kind == "random"
     }
-    assert random == {(batch, side) for batch in (1, 2, 61, 64) for side in (32, 64)}
+    between = {(2, side) for side in (33, 34, 36, 40, 48)}
+    assert random == {(batch, side) for batch in (1, 2, 61, 64) for side in (32, 64)} | between
     edges = [probe for probe in chosen.probes if probe.kind != "random"]
     assert {probe.kind for probe in edges} == {"zeros", "large", "tiny", "negative"}
     assert all(probe.sizes == {"batch": 2, "side": 32} for probe in edges)
@@ -113,10 +114,12 @@ def test_sizes_whose_case_is_too_large_are_left_out_and_repeated_so() -> None:
     size_bytes = Growth(2 * 128_000 * 4.0, {"batch": 1.0, "length": 1.0})
     chosen = plan(TOKENS, FREE, size_bytes)
     tried = {tuple(probe.sizes.values()) for probe in chosen.probes}
-    assert tried == {*((batch, 2) for batch in range(1, 9)), (1, 512)}
-    assert chosen.left_out == tuple(f"batch={batch}, length=512" for batch in range(2, 9))
+    between = {(2, 64), (2, 152), (2, 260)}
+    assert tried == {*((batch, 2) for batch in range(1, 9)), (1, 512), *between}
+    left_out = {f"batch={batch}, length=512" for batch in range(2, 9)}
+    assert {*chosen.left_out} == left_out | {"batch=2, length=358", "batch=2, length=461"}
     stated = chosen.to_json()
-    assert (stated["extent"], stated["reduced"], stated["case_bytes"]) == ("every", True, 262144000)
+    assert (stated["extent"], stated["reduced"], stated["case_bytes"]) == ("every", True, 266240000)
     assert choose_probes(TOKENS, "every", left_out=chosen.left_out) == chosen.probes
 
 

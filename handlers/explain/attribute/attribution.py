@@ -1,23 +1,16 @@
 """Integrated gradients: one output as a function of the inputs → each value's share in it."""
 
-import contextlib
-import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from modelyard.archiver.signature import UNLIMITED, Dim
 from modelyard.handlers.errors import NoGradients
-from modelyard.handlers.models.backends import Artifact, Output
-
-FIRST_STEPS = 30
-"""Fewer can agree by chance with a third of them."""
+from modelyard.handlers.models.backends import Output
 
 MAX_STEPS = 270
 DEFAULT_TOLERANCE = 0.05
@@ -147,6 +140,12 @@ class Attribution:
     """(M, 2) float64: what speaks for the target and what speaks against it, each added up, where
     these are not the sums of the values."""
 
+    hidden: Tensor | None = None
+    """(M,) float64: what the output changes by on the way beyond what the gradients allow."""
+    path_delta: Tensor | None = None
+    """(M,) float64: the largest gap between the output on the way and the sum up to there, as a
+    share of how far the output goes from the baseline's."""
+
     @property
     def total(self) -> Tensor | None:
         """(M,) float64: the sum, where it is not that of all values."""
@@ -173,132 +172,13 @@ class Attribution:
             self.n_steps[row],
             _rows(self.errors, row),
             None if self.rounding is None else self.rounding[row],
-            None if self.sides is None else self.sides[row],
-        )
+            *(None if each is None else each[row]
+              for each in (self.sides, self.hidden, self.path_delta)),
+        )  # fmt: skip
 
 
 def _rows(each: Tensors | None, rows: slice) -> Tensors | None:
     return None if each is None else tuple(tensor[rows] for tensor in each)
-
-
-def integrated_gradients(
-    request: AttributionRequest,
-    *,
-    n_steps: int | None = None,
-    tolerance: float = DEFAULT_TOLERANCE,
-    max_steps: int = MAX_STEPS,
-) -> Attribution:
-    """Attribute the output to each input value, by the midpoint rule.
-
-    Without `n_steps`, rows begin with 30 points and triple them while their error or their delta
-    is above the tolerance; the midpoints of n steps are among those of 3n, so no point is computed
-    twice, and a row that has met the tolerance costs no further passes.
-
-    The error is how far the answer of 3n points is from that of the n among them. Where the number
-    of points is not a multiple of three, one or two count in both.
-
-    Args:
-        request: inputs are real-valued; values as after preprocess.
-        n_steps: points for every row; None chooses them per row. The error of 1 or 2 is not known.
-        tolerance: the largest error, and the largest |delta| as a share of |f_input − f_baseline|.
-        max_steps: no row gets more points than this.
-
-    Raises:
-        NoGradients: the output does not depend on the input through anything differentiable.
-
-    Source: Sundararajan et al. 2017, section 3, https://arxiv.org/abs/1703.01365
-    """
-    with recording():
-        path = _Path(request)
-        steps = n_steps or min(FIRST_STEPS, max_steps)
-        used = torch.full((len(request),), steps, device=request.device)
-        rows = torch.arange(len(request), device=request.device)
-        path.add(rows, _midpoints(steps), _coarse_weights(steps))
-        while n_steps is None and 3 * steps <= max_steps:
-            rows = rows[~is_met(request, path.found(used), tolerance)[rows]]
-            if not len(rows):
-                break
-            # All open rows are at the same number of steps: one leaves for good once it is met.
-            steps *= 3
-            used[rows] = steps
-            path.refine(rows, steps)
-        return path.found(used)
-
-
-class _Path:
-    """Gradients along the straight lines from baselines to inputs, summed point by point."""
-
-    def __init__(self, request: AttributionRequest) -> None:
-        self.request = request
-        # Tensors made under inference_mode cannot take part in autograd; copies can.
-        self.baselines = tuple(tensor.detach().clone() for tensor in request.baselines)
-        self.deltas = tuple(
-            tensor.detach() - baseline
-            for tensor, baseline in zip(request.inputs, self.baselines, strict=True)
-        )
-        self.sums = tuple(
-            torch.zeros_like(delta, dtype=torch.promote_types(delta.dtype, torch.float32))
-            for delta in self.deltas
-        )
-        self.coarse = tuple(map(torch.zeros_like, self.sums))
-        """The sums as a third of the points makes them, each of which counts three times."""
-        self.sizes = torch.zeros(len(request), dtype=torch.float64, device=request.device)
-        """Sizes of what is added up: rounding is a share of them."""
-
-    def add(self, rows: Tensor, alphas: Tensor, weights: Tensor | None = None) -> None:
-        """Add gradients at baseline + alpha · delta, for `rows` (R,) and each of `alphas` (A,).
-
-        Args:
-            rows: which explanations.
-            alphas: places between baseline and input.
-            weights: (A,) of each in the coarse sums; none counts there without them.
-        """
-        which = rows.repeat_interleave(len(alphas))
-        where = alphas.to(rows.device).repeat(len(rows))
-        heights = None if weights is None else weights.to(rows.device).repeat(len(rows))
-        for chunk in chunks(len(which), self.request.chunk_rows):
-            self.request.between_chunks()
-            row = which[chunk]
-            points = tuple(
-                baseline[row] + _column(where[chunk].to(delta), delta) * delta[row]
-                for baseline, delta in zip(self.baselines, self.deltas, strict=True)
-            )
-            for point in points:
-                point.requires_grad_()
-            found = gradients(self.request.forward, points, row)
-            for total, coarse, gradient, delta in zip(
-                self.sums, self.coarse, found, self.deltas, strict=True
-            ):
-                gradient = gradient.to(total.dtype)
-                total.index_add_(0, row, gradient)
-                if heights is not None:
-                    coarse.index_add_(0, row, gradient * _column(heights[chunk].to(total), total))
-                size = (gradient * delta[row]).flatten(1).abs().sum(1, dtype=torch.float64)
-                self.sizes.index_add_(0, row, size)
-
-    def refine(self, rows: Tensor, steps: int) -> None:
-        """Triple the points of `rows` to `steps`."""
-        for total, coarse in zip(self.sums, self.coarse, strict=True):
-            coarse[rows] = 3 * total[rows]
-        self.add(rows, _new_midpoints(steps))
-
-    def found(self, steps: Tensor) -> Attribution:
-        """Return what the points so far amount to, for the steps (M,) that each row has."""
-        attributions, errors = (
-            tuple(
-                delta * (total / _column(steps, delta))
-                for delta, total in zip(self.deltas, totals, strict=True)
-            )
-            for totals in (self.sums, [a - b for a, b in zip(self.sums, self.coarse, strict=True)])
-        )
-        ends = self.request.f_input.abs() + self.request.f_baseline.abs()
-        unit = max(torch.finfo(delta.dtype).eps for delta in self.deltas)
-        return Attribution(
-            attributions,
-            steps,
-            tuple(each.abs() for each in errors) if int(steps.min()) >= 3 else None,
-            ROUNDING * unit * (self.sizes / steps + ends),
-        )
 
 
 def gradients(forward: ForwardFunction, points: Tensors, rows: Tensor) -> Tensors:
@@ -307,6 +187,13 @@ def gradients(forward: ForwardFunction, points: Tensors, rows: Tensor) -> Tensor
     Raises:
         NoGradients: none of the inputs has any.
     """
+    return outputs_and_gradients(forward, points, rows)[1]
+
+
+def outputs_and_gradients(
+    forward: ForwardFunction, points: Tensors, rows: Tensor
+) -> tuple[Tensor, Tensors]:
+    """Return the output at each point (R,) too, see `gradients`."""
     picked = forward(points, rows)
     found: tuple[Tensor | None, ...] = (None,) * len(points)
     if picked.requires_grad:
@@ -317,10 +204,15 @@ def gradients(forward: ForwardFunction, points: Tensors, rows: Tensor) -> Tensor
             "or its forward() cuts the graph (no_grad, argmax, rounding); archive a pt2 export of "
             "the checkpoint with --explain-with, or choose a method without gradients"
         )
-    return tuple(
+    return picked.detach(), tuple(
         torch.zeros_like(point) if gradient is None else gradient
         for point, gradient in zip(points, found, strict=True)
     )
+
+
+def product(slopes: Tensor, ways: Tensor) -> Tensor:
+    """Return slopes times ways; 0 where there is no way, whatever the slope: it may be NaN."""
+    return torch.where(ways == 0, torch.zeros_like(slopes), slopes * ways)
 
 
 @contextmanager
@@ -386,16 +278,32 @@ def norms_of(attributions: Tensors) -> Tensor:
 
 
 def is_met(request: AttributionRequest, found: Attribution, tolerance: float) -> Tensor:
-    """Return for each row (M,) whether error and delta of integrated gradients are within it.
+    """Return for each row (M,) whether error and deltas of integrated gradients are within it.
 
-    A delta is, too, that is no more than rounding.
+    A delta is, too, that is no more than rounding, and a gap on the path whose bends explain it.
     """
     difference = request.f_input - request.f_baseline
     delta = (sums_of(found.attributions) - difference).abs()
     is_whole = delta <= tolerance * difference.abs()
     if found.rounding is not None:
         is_whole |= delta <= found.rounding
+    if found.path_delta is not None and found.hidden is not None:
+        is_whole &= (found.path_delta <= tolerance) | (found.hidden == 0)
     return is_whole if found.error is None else is_whole & (found.error <= tolerance)
+
+
+def stopwatch(budget_ms: int | None) -> Callable[[float], bool]:
+    """Start to measure; what is returned says whether more work ends within the budget.
+
+    It is called with how much work that is, as a multiple of what was done so far.
+    """
+    begin = time.monotonic()
+
+    def fits(more: float) -> bool:
+        spent = time.monotonic() - begin
+        return budget_ms is None or spent * (1 + more) * 1000 <= budget_ms
+
+    return fits
 
 
 def chunks(count: int, size: int) -> Iterator[slice]:
@@ -403,103 +311,6 @@ def chunks(count: int, size: int) -> Iterator[slice]:
     return (slice(begin, begin + size) for begin in range(0, count, size))
 
 
-def _column(values: Tensor, like: Tensor) -> Tensor:
+def column(values: Tensor, like: Tensor) -> Tensor:
+    """Return one number a row (R,), as it is multiplied with (R, …)."""
     return values.view(-1, *[1] * (like.dim() - 1))
-
-
-def _midpoints(n: int) -> Tensor:
-    return (torch.arange(n, dtype=torch.float64) + 0.5) / n
-
-
-def _coarse_weights(n: int) -> Tensor:
-    """Return how often each of n midpoints counts where every third one stands for three.
-
-    What is left over, one or two at the end, stands for itself.
-    """
-    weights = torch.zeros(n, dtype=torch.float64)
-    threes = 3 * (n // 3)
-    weights[1:threes:3] = 3
-    weights[threes:] = 1
-    return weights
-
-
-def _new_midpoints(n: int) -> Tensor:
-    """Return the midpoints of n steps that are not midpoints of n/3: every third one is."""
-    return _midpoints(n)[torch.arange(n) % 3 != 1]
-
-
-FORWARD_ROWS = 32
-"""Rows of a pass without gradients, where nothing is kept, so that memory decides little."""
-
-MOST_ROWS = 64
-
-PASS_BYTES = 1 << 30
-"""Kept for one backward pass at most: more rows are not faster, as they miss the caches more."""
-
-MEMORY_SHARE = 4
-"""A pass may keep one part in so many of the memory that is free."""
-
-Shapes = tuple[torch.Size, ...]
-
-_row_bytes: WeakKeyDictionary[Artifact, dict[Shapes, int]] = WeakKeyDictionary()
-
-
-def most_rows(artifact: Artifact) -> int:
-    """Return how many rows an artifact takes at once, as far as it says."""
-    sizes = (
-        rows.max if isinstance(rows, Dim) else rows
-        for spec in artifact.inputs
-        for rows in spec.shape[:1]
-    )
-    return min(sizes, default=UNLIMITED)
-
-
-def gradient_rows(artifact: Artifact, forward: ForwardFunction, inputs: Tensors) -> int:
-    """Choose how many points share a pass with gradients.
-
-    The tensors that autograd keeps for one more row are counted once per shape of the inputs.
-
-    Args:
-        artifact: what `forward` computes with.
-        forward: pass of at least one row.
-        inputs: (M, *S) each.
-    """
-    shapes = tuple(each.shape[1:] for each in inputs)
-    known = _row_bytes.setdefault(artifact, {})
-    if shapes not in known:
-        first = _kept_bytes(forward, inputs, 1)
-        more = _kept_bytes(forward, inputs, 2) - first if most_rows(artifact) > 1 else first
-        known[shapes] = max(1, more)
-    budget = min(PASS_BYTES, free_bytes(inputs[0].device) // MEMORY_SHARE)
-    return max(1, min(MOST_ROWS, budget // known[shapes]))
-
-
-def free_bytes(device: torch.device) -> int:
-    """Return the memory that a computation on `device` can still get, at least.
-
-    Of the machine's, what files fill is not counted. Asked of the kernel (sysinfo), for a file of
-    procfs may be gone behind a worker's walls.
-    """
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with contextlib.suppress(OSError, ValueError):  # no cgroup v2, or its limit is "max"
-        limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text("ascii"))
-                       for name in ("max", "current"))  # fmt: skip
-        return min(available, max(0, limit - used))
-    return available
-
-
-def _kept_bytes(forward: ForwardFunction, inputs: Tensors, count: int) -> int:
-    """Return the size of the storages that autograd keeps of so many rows."""
-    rows = torch.zeros(count, dtype=torch.int64, device=inputs[0].device)
-    kept: dict[int, int] = {}
-
-    def note(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with recording(), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        forward(tuple(each.detach()[rows].clone().requires_grad_() for each in inputs), rows)
-    return sum(kept.values())

@@ -22,7 +22,7 @@ Groups = Sequence[Tensor | None]
 categories. None where values have places in dimensions instead; empty where all have."""
 
 
-STEPS = ("n_steps", "tolerance", "max_steps", "errors")
+STEPS = ("n_steps", "tolerance", "max_steps", "budget_ms", "errors")
 """Options of a method that adds steps until it is sure."""
 
 

@@ -8,8 +8,8 @@ trapezoid's weights sum to 1 − 1/n.
 from collections.abc import Mapping
 
 from modelyard.base.plugins import registered
-from modelyard.handlers.explain.attribute.attribution import integrated_gradients
 from modelyard.handlers.explain.attribute.method import STEPS, Measure, Method
+from modelyard.handlers.explain.attribute.path import integrated_gradients
 from modelyard.handlers.explain.attribute.windows import feature_ablation, occlusion
 
 METHODS: Mapping[str, Method] = {

@@ -179,6 +179,7 @@ class ExplainOptions:
     n_steps: int | None = None
     tolerance: float = DEFAULT_TOLERANCE
     max_steps: int = MAX_STEPS
+    budget_ms: int | None = None
     n_samples: int | None = None
     max_samples: int | None = None
     noise: float | None = None
@@ -271,10 +272,10 @@ def _check_applies(options: ExplainOptions) -> None:
         raise BadInput(
             f"{name} does not apply to {options.method}; it takes {', '.join(sorted(takes))}"
         )
-    if "n_steps" in options.given and "max_steps" in options.given:
-        raise BadInput("n_steps and max_steps are given; expected one: n_steps are used exactly")
-    if "n_samples" in options.given and "max_samples" in options.given:
-        raise BadInput("n_samples and max_samples are given; expected one: n_samples are drawn")
+    for exact, verb in (("n_steps", "used exactly"), ("n_samples", "drawn")):
+        for most in ("max_" + exact[2:], "budget_ms"):
+            if {exact, most} <= options.given:
+                raise BadInput(f"{exact} and {most} are given; expected one: {exact} are {verb}")
     if options.format in ("overlay", "npy") and options.has_several:
         raise BadInput(
             f"format is {options.format}, which holds one explanation; expected one target of one "

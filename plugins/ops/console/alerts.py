@@ -27,7 +27,7 @@ PAUSES_S = (0.0, 2.0, 10.0)
 MOST_KEY_BYTES = 4096
 SIGNATURE = "x-modelyard-signature"
 KINDS = ("restart-storm", "restart", "refusals", "time-outs", "errors", "no-worker", "returned",
-         "failed", "promoted", "not-registered", "server-started")  # fmt: skip
+         "failed", "promoted", "not-registered", "reasons-changed", "server-started")  # fmt: skip
 """Kinds of events that may go out, as `alert_events` has them."""
 
 

@@ -61,6 +61,32 @@ def _capitals(cells: Cells, mean: float, span: Span, is_above: bool) -> list[tup
     return found
 
 
+class Bet:
+    """What is betted, value by value from -1 to 1, on their mean being above a limit, or below."""
+
+    def __init__(self, limit: float, is_above: bool) -> None:
+        self._limit = limit
+        self._room = limit + 1 if is_above else limit - 1
+        self._logs = [math.log(part) for _, part in STAKES]
+
+    def put(self, value: float, times: int = 1) -> Bet:
+        """Take a value, so many times; return itself."""
+        odds = (value - self._limit) / self._room
+        self._logs = [log + times * math.log1p(stake * odds)
+                      for log, (stake, _) in zip(self._logs, STAKES, strict=True)]  # fmt: skip
+        return self
+
+    @property
+    def log(self) -> float:
+        """The logarithm of the evidence, as `log_evidence` has it."""
+        return _log_sum(self._logs)
+
+
+def mean_log(logs: list[float]) -> float:
+    """Return the logarithm of the evidence that several bets of equal stakes have together."""
+    return _log_sum(logs) - math.log(len(logs))
+
+
 def _log_sum(logs: list[float]) -> float:
     most = max(logs)
     return most + math.log(sum(math.exp(each - most) for each in logs))

@@ -27,6 +27,7 @@ from modelyard.plugins.ops.rollout import evidence
 from modelyard.plugins.ops.rollout.answers import Comparison, Verdict
 from modelyard.plugins.ops.rollout.blocks import Blocks
 from modelyard.plugins.ops.rollout.evidence import Bound, Cells, Drift, Span
+from modelyard.plugins.ops.rollout.reasons import LIMIT, Leaning
 from modelyard.serve.dataplane.metrics import Histogram
 from modelyard.serve.errors import BadRequest
 
@@ -58,6 +59,7 @@ _RULE: _Forms = {
     "p99": (rf"<= *{_NUMBER}", 1, "a ratio above 0, such as 1.2"),
     "failures": (rf"<= *{_NUMBER} *%", 100, _ABOVE_0),
     "least": (r"=? *(\d{1,9})", 1, "1 or more"),
+    "reasons": (rf"<= *{_NUMBER} *%", 100, "more than 0 and at most 100 %, which allows any"),
 }
 _EXPECT: _Forms = {"labels": (rf"= *{_NUMBER} *%", 100, "labels=95%, above 0 and below 100 %")}
 
@@ -80,12 +82,16 @@ class Rule:
     labels: float | None = None
     """Smallest share of equal labels, in place of `disagreement`: the candidate is meant to
     differ."""
+    reasons: float | None = None
+    """Largest difference of a part's mean share in the explanations of the same requests; None is
+    `reasons.LIMIT` where both versions can be compared so."""
 
     def __str__(self) -> str:
         return (
             f"disagreement<={_percent(self.disagreement)}, confidence {_percent(self.confidence)}, "
             f"p50<={self.p50:g}, p99<={self.p99:g}, failures<={_percent(self.failures)}, "
             f"least {self.least}"
+            + ("" if self.reasons is None else f", reasons<={_percent(self.reasons)}")
         )
 
     @property
@@ -110,7 +116,7 @@ def parse_rule(text: str = "", expect: str = "") -> Rule:
         BadRequest: it is not one; the message says what was expected.
     """
     return Rule(
-        **_read("the rule says", text[:500], _RULE, f"parts of: {Rule()}"),
+        **_read("the rule says", text[:500], _RULE, f"parts of: {Rule(reasons=LIMIT)}"),
         **_read("--expect says", expect[:500], _EXPECT, "labels=95%"),
     )
 
@@ -125,8 +131,9 @@ def _read(said: str, text: str, forms: _Forms, usual: str) -> dict[str, Any]:
             raise BadRequest(f"{said} {part[:60]!r}; expected {usual}")
         if name in values:
             raise BadRequest(f"{said} {name} twice; expected each part once: {usual}")
-        value = float(found[1])
-        if not (50 if name == "confidence" else 1e-9) <= value < (100 if whole == 100 else 1e9):
+        value, most = float(found[1]), 100 if whole == 100 else 1e9
+        is_most = name == "reasons" and value == most
+        if not ((50 if name == "confidence" else 1e-9) <= value < most or is_most):
             raise BadRequest(f"{said} {part[:60]!r}; expected {taken}")
         values[name] = int(value) if name == "least" else value / whole
     return values
@@ -224,6 +231,8 @@ class Tally:
         "it answers otherwise when it is asked again, alone"))  # fmt: skip
     own: Check = field(default_factory=lambda: Check(
         "what clients get from it is not what the live version answers"))  # fmt: skip
+    reasons: Leaning | str = ""
+    """What the explanations of both versions say; where they are not compared, why."""
     _open: dict[str, tuple[bool, bool]] = field(default_factory=dict)
     """Request → whether its second answer is known, else the other one, and whether it differs."""
     _beside: Beside = field(default_factory=Beside)
@@ -399,7 +408,7 @@ class Part(NamedTuple):
         return not self.kept or any(way.is_shown(alpha, False, more) for way in self.kept)
 
 
-def parts_of(rule: Rule, tally: Tally) -> Iterator[Part]:
+def parts_of(rule: Rule, tally: Tally) -> Iterator[Part | Leaning]:
     """Yield the parts of a rule with what was counted for each.
 
     Of a request that the live version has answered twice, what is judged is whether the candidate's
@@ -433,6 +442,10 @@ def parts_of(rule: Rule, tally: Tally) -> Iterator[Part]:
     if rule.p99 < math.inf:
         p99 = Way(tally.tail.cells(level), 0.0, (-1, 1), 1, level=level)
         yield Part("p99", (p99,), (p99._replace(chance=0.5),))
+    if isinstance(tally.reasons, Leaning):
+        yield tally.reasons
+    elif (rule.reasons or 1) < 1:  # asked for: what cannot be compared is not shown
+        yield Part("reasons", (Way({}, 0.5, (0, 1), 1),), ())
 
 
 def _counts(count: int, total: int) -> Cells:
@@ -446,7 +459,11 @@ def bounds_of(tally: Tally, alpha: float) -> dict[str, Bound]:
     excess, all_of_them = tally.excess(1), share(tally.differs, n, 0.6 * alpha)
     low, high = bound(excess, (-1, 1), 0.4 * alpha)[1:]
     slower = bound(tally.slower.cells(tally.level), (-1, 1), alpha)
+    reasons = (
+        {"reasons": tally.reasons.farthest(alpha)[1]} if isinstance(tally.reasons, Leaning) else {}
+    )
     return {
+        **reasons,
         "disagreement": differs,
         "noise": noise,
         "excess": Bound(differs.estimate - noise.estimate, low, min(high, all_of_them.high)),
@@ -490,13 +507,14 @@ class Judge:
             part.name for part in parts if part.name not in self._kept and part.is_kept(self._alpha)
         }
         is_enough = min(tally.compared, self._answered(tally)) >= self.rule.least
-        if self._decided is None and is_enough and len(self._kept) == len(parts):
+        are_kept = all(part.name in self._kept for part in parts)
+        if self._decided is None and is_enough and are_kept:
             return self._decide(Outcome.PASS, [part for part in parts if part.kept], tally)
         return self._decided or Judgement(Outcome.NOT_ENOUGH)
 
-    def _is_broken(self, part: Part) -> bool:
+    def _is_broken(self, part: Part | Leaning) -> bool:
         """Return whether a part was broken all the time, or has come to be."""
-        found = False
+        found = isinstance(part, Leaning) and part.is_broken(self._alpha)
         for place, way in enumerate(part.broken):
             way = way.with_floor(self._alpha)
             drift = self._drifts[part.name, place, way.level]
@@ -508,9 +526,9 @@ class Judge:
         """Return how many clients each of both has answered at least; of a shadow, any number."""
         return min(tally.live.clients, tally.candidate.clients) if self._is_canary else math.inf
 
-    def _decide(self, verdict: Outcome, parts: list[Part], tally: Tally) -> Judgement:
+    def _decide(self, verdict: Outcome, parts: list[Part | Leaning], tally: Tally) -> Judgement:
         found = bounds_of(tally, self._alpha)
-        reasons = tuple(_describe(part.name, self.rule, tally, found) for part in parts)
+        reasons = tuple(describe(part.name, self.rule, tally, found) for part in parts)
         self._decided = Judgement(verdict, reasons, found)
         return self._decided
 
@@ -520,13 +538,14 @@ class Judge:
         if judged.verdict is not Outcome.NOT_ENOUGH:
             return replace(judged, bounds=found)
         parts = [each for each in parts_of(self.rule, tally) if each.name not in self._kept]
-        reasons = (_describe(part.name, self.rule, tally, found) for part in parts)
+        reasons = (describe(part.name, self.rule, tally, found) for part in parts)
         return Judgement(Outcome.NOT_ENOUGH, (self._still_needed(tally, parts), *reasons), found)
 
-    def _still_needed(self, tally: Tally, parts: list[Part]) -> str:
+    def _still_needed(self, tally: Tally, parts: list[Part | Leaning]) -> str:
         """Return after how many more it would pass if nothing of them was wrong."""
         n = tally.compared
-        more = [_more_until(part, self._alpha) for part in parts if part.name[0] != "p"]
+        by_answers = [each for each in parts if each.name not in ("p50", "p99", "reasons")]
+        more = [_more_until(part, self._alpha) for part in by_answers]
         most = max([*more, self.rule.least - n, 0])
         if most:
             return f"{n} compared; {most} more are needed if none of them differs or fails"
@@ -535,7 +554,14 @@ class Judge:
                 f"the candidate has answered {tally.candidate.clients} requests and the live "
                 f"version {tally.live.clients}; expected {self.rule.least} each"
             )
+        if any(part.name == "reasons" for part in parts):
+            return f"{n} compared: more have to be explained for both versions"
         return f"{n} compared, and {tally.timings} timed: more are needed to tell how long it takes"
+
+    @property
+    def knows_reasons(self) -> bool:
+        """Whether reasons were shown to be kept."""
+        return "reasons" in self._kept
 
     def noise_every(self, tally: Tally) -> int:
         """Return one in how many requests the live version is to answer twice, by what is known.
@@ -548,18 +574,21 @@ class Judge:
         return 1 if in_doubt and self.rule.labels is None else NOISE_EVERY
 
 
-def _more_until(part: Part, alpha: float) -> int:
+def _more_until(part: Part | Leaning, alpha: float) -> int:
     """Return how many faultless requests a part lacks until it is shown to be kept."""
     return bisect_left(range(_MOST_MORE), True, key=lambda more: part.is_kept(alpha, more))
 
 
-def _describe(name: str, rule: Rule, tally: Tally, bounds: dict[str, Bound]) -> str:
+def describe(name: str, rule: Rule, tally: Tally, bounds: dict[str, Bound]) -> str:
     """Return in a sentence what is known of one part of the rule."""
     if (check := {"again": tally.again, "own": tally.own}.get(name)) is not None:
         return (
             f"{check.words}: {check.seen[1]} of {check.seen.total()}, and the live version's own "
             f"answers differ in {tally.noise_differs} of {tally.noise}; {check.latest}"
         )
+    if name == "reasons":
+        told = tally.reasons
+        return told if isinstance(told, str) else told.describe(1 - rule.confidence)
     ends = f"{100 * bounds[name].low:.2f} to {100 * bounds[name].high:.2f} %"
     n, live, own = tally.compared, tally.live, tally.candidate
     return {

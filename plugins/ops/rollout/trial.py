@@ -23,8 +23,17 @@ from modelyard.plugins.ops.rollout.answers import (
 from modelyard.plugins.ops.rollout.comparer import Comparer
 from modelyard.plugins.ops.rollout.evidence import Bound
 from modelyard.plugins.ops.rollout.metrics import RolloutMetrics
+from modelyard.plugins.ops.rollout.reasons import LIMIT, Explained
 from modelyard.plugins.ops.rollout.record import Plan
-from modelyard.plugins.ops.rollout.rule import Beside, Judge, Judgement, Rule, Tally, parse_rule
+from modelyard.plugins.ops.rollout.rule import (
+    Beside,
+    Judge,
+    Judgement,
+    Rule,
+    Tally,
+    describe,
+    parse_rule,
+)
 from modelyard.plugins.ops.rollout.shadow import Copy, CopyBatch, Shadow
 from modelyard.plugins.ops.rollout.watch import Watch
 from modelyard.serve.control.registry import ModelVersion
@@ -73,7 +82,9 @@ class Trial:
         self._rule = parse_rule(plan.rule, plan.expect)
         one, other = (read_tolerance(model.folder, model.manifest) for model in (live, candidate))
         self._tolerance = both(one, other, f"{live.name} {live.version}")
-        self._tally = Tally(self._rule)
+        limit = LIMIT if self._rule.reasons is None else self._rule.reasons
+        self._explained = Explained(limit, live, candidate)
+        self._tally = Tally(self._rule, reasons=self._explained.leaning)
         self._worst = Worst(plan.keeps_inputs)
         self._dropped: Counter[str] = Counter()
         self._shadows: list[Shadow] = []
@@ -99,7 +110,9 @@ class Trial:
             share: share of the requests that the candidate answers. Of these answers as many are
                 compared as are of the live version's.
         """
-        tally = Tally(self._rule)
+        if not is_canary:
+            self._explained.begin()
+        tally = Tally(self._rule, reasons=self._explained.leaning)
         if is_canary:
             tally = replace(self._tally, live=tally.live, candidate=tally.candidate)
         if not self._is_canary:
@@ -229,6 +242,8 @@ class Trial:
             self._worst.add(copy.request_id, found, live, candidate, copy.parts)
         if is_own and not self._tally.agrees(found):
             self._look_soon()
+        if not is_own and live.status < 300 and candidate.status < 300:
+            self._explained.offer(copy, self._judge.knows_reasons)
         if not is_own and live.handler_us and candidate.handler_us:
             self._time(live.handler_us / 1e6, candidate.handler_us / 1e6)
 
@@ -262,8 +277,10 @@ class Trial:
 
     def to_json(self) -> dict[str, Any]:
         """Return what was found, as the management API has it."""
+        found = describe_findings(self._rule, self._tally, self.explain())
+        found["reasons"] |= {"explanations": dict(self._explained.counts)}
         return {
-            **describe_findings(self._rule, self._tally, self.explain()),
+            **found,
             "tolerance": self._tolerance.scaled,
             "dropped": dict(self._dropped),
             "worst": self._worst.to_json(),
@@ -285,6 +302,7 @@ def describe_findings(
         "noise": {"compared": tally.noise, "differs": tally.noise_differs},
         "again": tally.again.to_json(),
         "own": tally.own.to_json(),
+        "reasons": {"said": describe("reasons", rule, tally, bounds), "explanations": {}},
         "dropped": {},
         "bounds": {name: _bound(bounds.get(name)) for name in BOUNDS},
         "judgement": {"verdict": str(judgement.verdict), "reasons": list(judgement.reasons),
@@ -297,7 +315,7 @@ def describe_findings(
     }  # fmt: skip
 
 
-BOUNDS = ("disagreement", "noise", "excess", "failures", "labels", "p50", "p99")
+BOUNDS = ("disagreement", "noise", "excess", "failures", "labels", "p50", "p99", "reasons")
 
 
 def _bound(bound: Bound | None) -> dict[str, float | None]:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 
+import httpx
 import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 from torch import Tensor, nn
 
 from modelyard.archiver import write_archive
-from modelyard.plugins.ops.drift import WINDOW
+from modelyard.archiver.reference import WINDOW
 from tests.serve.live import SOURCES, LiveServer, poll
 
 ROWS = [{"age": 1, "debts": 1, "letters": 0}, {"age": -2, "debts": -2, "letters": 0}]
 LEAKING = {"age": 1, "debts": 1, "letters": 1}
+REPEATED = 100
+"""Times that the reference holds each of them: of fewer nothing could be shown to have changed."""
 ALL = "explainShare: 1\nminWorkers: 1\n"
 
 
@@ -35,7 +38,7 @@ def server(shared_server: LiveServer, tmp_path_factory: pytest.TempPathFactory) 
     program = torch.export.export(Loans(), (torch.rand(3, 3),), dynamic_shapes=batch)
     torch.export.save(program, folder / "loans.pt2")
     (folder / "weights.bin").write_bytes(b"none")
-    (folder / "rows.json").write_text(json.dumps(ROWS))
+    (folder / "rows.json").write_text(json.dumps(ROWS * REPEATED))
     (folder / "features.json").write_text(
         json.dumps({"features": [{"name": name} for name in ROWS[0]]})
     )
@@ -109,6 +112,27 @@ def test_a_feature_that_begins_to_leak_the_label_is_seen(server: LiveServer) -> 
     kinds = {each.name: each.type for each in families}
     assert kinds[share] == "histogram"
     assert kinds[drift] == "gauge"
+
+
+def test_what_has_changed_raises_an_alarm(server: LiveServer) -> None:
+    """The shares of all three parts are others than they were, a hundred times for the class."""
+
+    def alarms() -> float:
+        name = "modelyard_attribution_alarms_total"
+        return sum(server.metric(name, model="loans", part=part) for part in LEAKING)
+
+    assert server.metric("modelyard_attribution_drift_floor", model="loans") == 0
+    for _ in range(30):
+        post(server, "loans", LEAKING)
+        if alarms():
+            break
+    assert alarms() == 1
+    assert server.metric("modelyard_attribution_evidence", model="loans") < 1
+    with httpx.Client(base_url=server.about["management"], follow_redirects=True) as browser:
+        browser.post("/console/sign-in", data={"token": server.token})
+        page = browser.get("/console/models/loans/1.0").text
+    said = "&#34; is not as in the reference, where &#34;0&#34; is predicted"
+    assert page.count(said) == 1, page
 
 
 def test_a_row_as_the_baseline_has_no_reasons(server: LiveServer) -> None:

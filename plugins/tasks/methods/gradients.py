@@ -13,7 +13,9 @@ from modelyard.handlers.explain.attribute.attribution import (
     Tensors,
     chunks,
     gradients,
+    product,
     recording,
+    stopwatch,
 )
 from modelyard.handlers.explain.attribute.method import Method
 
@@ -42,7 +44,7 @@ def input_x_gradient(request: AttributionRequest) -> Attribution:
 
     Source: Shrikumar et al. 2016, https://arxiv.org/abs/1605.01713
     """
-    return _at_inputs(request, torch.mul)
+    return _at_inputs(request, product)
 
 
 def smoothgrad(
@@ -53,6 +55,7 @@ def smoothgrad(
     seed: int = 0,
     tolerance: float = DEFAULT_TOLERANCE,
     max_samples: int = MAX_SAMPLES,
+    budget_ms: int | None = None,
 ) -> Attribution:
     """Return the mean of the gradients at noisy copies of the input.
 
@@ -63,13 +66,14 @@ def smoothgrad(
         seed: seed of the noise.
         tolerance: the largest error.
         max_samples: where drawing ends.
+        budget_ms: budget as in `stopwatch`; the first draws are always made.
 
     Source: Smilkov et al. 2017, https://arxiv.org/abs/1706.03825
     """
     noisy = _Noise(request, noise, seed)
     ones = tuple(map(torch.ones_like, request.inputs))
     return mean_gradients(
-        request, lambda: (noisy.copies(), ones), n_samples, tolerance, max_samples
+        request, lambda: (noisy.copies(), ones), n_samples, tolerance, max_samples, budget_ms
     )
 
 
@@ -81,6 +85,7 @@ def gradient_shap(
     seed: int = 0,
     tolerance: float = DEFAULT_TOLERANCE,
     max_samples: int = MAX_SAMPLES,
+    budget_ms: int | None = None,
 ) -> Attribution:
     """Return expected gradients: random points between input and baselines drawn from the set.
 
@@ -91,6 +96,7 @@ def gradient_shap(
         seed: seed of the draws.
         tolerance: the largest error.
         max_samples: where drawing ends.
+        budget_ms: budget as in `smoothgrad`.
 
     Source: Erion et al. 2019, https://arxiv.org/abs/1906.10670
     """
@@ -104,7 +110,7 @@ def gradient_shap(
         ways = tuple(end - start for end, start in zip(noisy.copies(), starts, strict=True))
         return tuple(start + share * way for start, way in zip(starts, ways, strict=True)), ways
 
-    return mean_gradients(request, draw, n_samples, tolerance, max_samples)
+    return mean_gradients(request, draw, n_samples, tolerance, max_samples, budget_ms)
 
 
 def mean_gradients(
@@ -113,6 +119,7 @@ def mean_gradients(
     n_samples: int | None,
     tolerance: float,
     max_samples: int,
+    budget_ms: int | None,
 ) -> Attribution:
     """Return the mean of the gradients at random points, with its standard errors.
 
@@ -124,13 +131,17 @@ def mean_gradients(
         n_samples: points; without it as many as `tolerance` needs, `max_samples` at most.
         tolerance: the largest error.
         max_samples: where drawing ends.
+        budget_ms: budget as in `smoothgrad`.
     """
+    fits = stopwatch(budget_ms)
     mean = _Mean(request.inputs)
-    wanted = n_samples or min(FIRST_SAMPLES, max_samples)
+    first = wanted = n_samples or min(FIRST_SAMPLES, max_samples)
     while True:
         with recording():
-            while mean.count < wanted:
-                mean.add(_shares(request, draw, min(request.chunk_rows, wanted - mean.count)))
+            while (more := min(request.chunk_rows, wanted - mean.count)) > 0:
+                if mean.count >= first and not fits(more / mean.count):
+                    return mean.found()
+                mean.add(_shares(request, draw, more))
         found = mean.found()
         error = None if found.error is None else float(found.error)
         if n_samples or wanted >= max_samples or (error is not None and error <= tolerance):
@@ -195,7 +206,7 @@ def _shares(request: AttributionRequest, draw: Draw, count: int) -> Tensors:
     at = tuple(torch.cat(column).requires_grad_() for column in zip(*points, strict=True))
     found = gradients(request.forward, at, rows)
     return tuple(
-        each * torch.cat(column)
+        product(each, torch.cat(column))
         for each, column in zip(found, zip(*factors, strict=True), strict=True)
     )
 
@@ -237,7 +248,7 @@ def _at_inputs(
     return Attribution(found, torch.ones(len(request), dtype=torch.int64, device=request.device))
 
 
-DRAWS = ("n_samples", "seed", "tolerance", "max_samples", "errors")
+DRAWS = ("n_samples", "seed", "tolerance", "max_samples", "budget_ms", "errors")
 """Options of what is drawn."""
 
 SALIENCY = Method(saliency, multiplies=False, has_signs=False)

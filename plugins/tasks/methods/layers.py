@@ -14,11 +14,11 @@ from modelyard.handlers.explain.attribute.attribution import (
     AttributionRequest,
     chunks,
     gradients,
-    integrated_gradients,
     recording,
 )
 from modelyard.handlers.explain.attribute.cut import KEPT_CUTS, Cut, cut_graph, cut_module
 from modelyard.handlers.explain.attribute.method import STEPS, Method
+from modelyard.handlers.explain.attribute.path import integrated_gradients
 from modelyard.handlers.models.backends import Artifact
 from modelyard.plugins.tasks.methods.rules import GuidedRelus
 

@@ -17,6 +17,7 @@ from modelyard.handlers.explain.attribute.attribution import (
     AttributionRequest,
     Tensors,
     chunks,
+    stopwatch,
 )
 from modelyard.handlers.explain.attribute.method import Groups, Method, Shapes
 from modelyard.handlers.explain.attribute.windows import check_evaluations, real_dtype
@@ -217,6 +218,7 @@ def kernel_shap(
     seed: int = 0,
     tolerance: float = DEFAULT_TOLERANCE,
     max_samples: int | None = None,
+    budget_ms: int | None = None,
 ) -> Attribution:
     """Return the Shapley values of features, each shared evenly among the values of its feature.
 
@@ -232,9 +234,11 @@ def kernel_shap(
         tolerance: the largest error.
         max_samples: where drawing ends without `n_samples`; 4 for each feature and 200 more, or
             1024, without it.
+        budget_ms: budget as in `stopwatch`; the first sets are always asked about.
 
     Source: Lundberg and Lee 2017, theorem 2, https://arxiv.org/abs/1705.07874
     """
+    fits = stopwatch(budget_ms)
     coalitions = _Coalitions(request, features_of(request.inputs, shapes, groups))
     players = coalitions.players
     first = 4 * players + 200
@@ -256,7 +260,9 @@ def kernel_shap(
         error = None if found.error is None else float(found.error)
         if sets >= budget or (error is not None and error <= tolerance):
             return found
-        sets = enough(sets, error, tolerance, budget)
+        before, sets = sets, enough(sets, error, tolerance, budget)
+        if not fits(sets / before - 1):
+            return found
 
 
 class _Coalitions:

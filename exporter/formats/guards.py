@@ -1,0 +1,121 @@
+"""What a program takes for granted of sizes: where the proven range breaks it, it has to be tried.
+
+A trace follows the one way through forward() that the example takes. What was asked of the sizes on
+that way are the program's guards. Many change nothing (whether a tensor lies in memory as a copy
+of it would); others choose what is computed, and then the program is wrong wherever they do not
+hold. Which of the two a guard is, shows at such a size alone.
+"""
+
+import math
+import random
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import product
+from typing import Any
+
+import torch
+from torch.utils._sympy.printers import PythonPrinter
+
+from modelyard.archiver.signature import Dim, Signature
+from modelyard.handlers.proof.probes import Probe, example_sizes
+
+MOST_SIZES = 4096
+"""Sizes, of a dim or of several together, at which a guard is evaluated."""
+
+_FOLDERS = re.compile(r"(?<=\()[^()]*/")
+
+Sizes = dict[str, int]
+
+
+class Guards:
+    """The guards of a trace.
+
+    Args:
+        traced: every named dim of the inputs, and the size that stands for it in the trace.
+        signature: the inputs.
+    """
+
+    def __init__(self, traced: Iterable[tuple[Dim, torch.SymInt]], signature: Signature) -> None:
+        dims: dict[Any, dict[str, Dim]] = {}
+        places: dict[Any, str] = {}
+        for dim, size in traced:
+            dims.setdefault(size.node.expr, {})[dim.name] = dim
+            places |= {guard.expr: str(guard.sloc) for guard in size.node.shape_env.guards}
+        self._usual = example_sizes(signature)
+        self._guards: list[tuple[_Guard, list[Sizes]]] = []
+        for expression, place in places.items():
+            symbols = expression.free_symbols
+            # What is known only when it runs, the program itself asks about.
+            if symbols and symbols <= dims.keys():
+                names = {str(symbol): next(iter(dims[symbol])) for symbol in symbols}
+                guard = _Guard(expression, place, names)
+                sizes = _sizes([dims[symbol] for symbol in symbols])
+                if broken := [each for each in sizes if not guard.holds(each)]:
+                    self._guards.append((guard, broken))
+
+    def probes(self) -> list[Probe]:
+        """Return what to try: of each guard the two smallest sizes, and one in the middle."""
+        chosen: list[Sizes] = []
+        for _, broken in self._guards:
+            by_size = sorted(broken, key=lambda sizes: math.prod(sizes.values()))
+            for sizes in (*by_size[:2], *by_size[len(by_size) // 2 :][:1]):
+                if (each := self._usual | sizes) not in chosen:
+                    chosen.append(each)
+        return [Probe("random", sizes) for sizes in chosen]
+
+    def broken_at(self, sizes: Mapping[str, int]) -> str:
+        """Return the first guard of forward() that does not hold, and its line; empty if all do."""
+        broken = (
+            str(each) for each, _ in self._guards if not (each.is_torchs or each.holds(sizes))
+        )
+        return next(broken, "")
+
+
+class _Guard:
+    """One guard.
+
+    Args:
+        expression: sympy's, of symbols.
+        place: where it was asked, as torch writes it.
+        names: symbol → the dim whose size it is.
+    """
+
+    def __init__(self, expression: Any, place: str, names: Mapping[str, str]) -> None:
+        self._text = PythonPrinter().doprint(expression)
+        self._code = compile(self._text, "<guard>", "eval")
+        self._place = _FOLDERS.sub("", place)
+        self.is_torchs = place.startswith("(_")  # the files in which it lays tensors out
+        self._names = names
+
+    def __str__(self) -> str:
+        names = self._names
+        text = re.sub(r"[a-z]\w*", lambda word: names.get(word[0], word[0]), self._text)
+        return f"{text} {self._place}"
+
+    def holds(self, sizes: Mapping[str, int]) -> bool:
+        """Return whether it is true of these sizes."""
+        known = {symbol: sizes[name] for symbol, name in self._names.items()}
+        try:
+            return bool(eval(self._code, {"math": math, "torch": torch}, known))
+        except ArithmeticError:
+            return False
+
+
+def _sizes(symbols: Sequence[dict[str, Dim]]) -> Iterator[Sizes]:
+    """Yield sizes that dims may have together: all, or the ends and some that a seed draws.
+
+    Args:
+        symbols: dims that have the same size, for each symbol.
+    """
+    ranges: dict[tuple[str, ...], list[int]] = {}
+    for alike in symbols:
+        first, *others = alike.values()
+        some = (*first.sizes()[:MOST_SIZES], *first.sizes()[MOST_SIZES:][-1:])
+        ranges[tuple(alike)] = [size for size in some if all(size in dim for dim in others)]
+    together: Iterable[Sequence[int]] = product(*ranges.values())
+    if math.prod(map(len, ranges.values())) > MOST_SIZES:
+        draw = random.Random(0).choice
+        ends = product(*((sizes[0], sizes[-1]) for sizes in ranges.values()))
+        together = [*ends, *(tuple(map(draw, ranges.values())) for _ in range(MOST_SIZES))]
+    for chosen in together:
+        yield {name: size for alike, size in zip(ranges, chosen, strict=True) for name in alike}

@@ -1,0 +1,93 @@
+"""A network that chooses by a size inside the proven range is certified where it is right only."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from modelyard.exporter import export
+from modelyard.exporter.errors import ExportError
+
+Step = Callable[[Tensor], Tensor]
+LENGTHS = "x:float32[batch=1..3,length=3..40,4]"
+
+
+def padded(x: Tensor, to: int, value: float = 1.0) -> Tensor:
+    left = x.shape[1] % to
+    return pad(x, (0, 0, 0, to - left), value=value) if left else x
+
+
+# What a size chooses: each is right along the way that the example, of length 3, 5 or 7, goes.
+WRONG: dict[str, Step] = {
+    "odd or even": lambda x: x * 2 if x.shape[1] % 2 else x,
+    "odd is padded": lambda x: padded(x, 2),
+    "a window of 8": lambda x: padded(x, 8).view(len(x), -1, 8, 4).mean(2),
+    "a window of 3": lambda x: padded(x, 3).view(len(x), -1, 3, 4).amax(2),
+    "one length": lambda x: x + 1 if x.shape[1] == 16 else x,
+    "one of some": lambda x: x + 1 if x.shape[1] in (11, 23, 37) else x,
+    "all but one": lambda x: x + 1 if x.shape[1] != 31 else x,
+    "a remainder": lambda x: x * 3 if x.shape[1] % 5 == 4 else x,
+    "a half": lambda x: x[:, : x.shape[1] // 2] if x.shape[1] // 2 % 2 == 0 else x,
+    "a table": lambda x: x * [1.0, 2.0, 2.0, 1.0, 2.0, 1.0, 1.0, 3.0][x.shape[1] % 8],
+    "a square": lambda x: x - 1 if x.shape[1] ** 2 % 9 == 0 else x,
+    "a bit": lambda x: x + 1 if x.shape[1] // 4 % 2 else x,
+    "both sizes": lambda x: x + 1 if (x.shape[0] + x.shape[1]) % 6 == 0 else x,
+    "a product": lambda x: x + 1 if x.shape[0] * x.shape[1] == 66 else x,
+    "more rows than steps": lambda x: x + 1 if x.shape[0] * 12 > x.shape[1] else x,
+    "rows": lambda x: x + 1 if x.shape[0] == 3 else x,
+    "the end": lambda x: x + 1 if x.shape[1] == 40 else x,
+    "a middle": lambda x: x + 1 if 20 < x.shape[1] < 23 else x,
+    "rounded": lambda x: x + 1 if round(x.shape[1] / 10) == 3 else x,
+    "a multiple of 16": lambda x: x.cumsum(1) if x.shape[1] % 16 == 0 else x,
+}
+RIGHT: dict[str, Step] = {
+    "both ways alike": lambda x: x[:, :] if x.shape[1] % 2 else x + 0,
+    "always padded": lambda x: pad(x, (0, 0, 0, 8 - x.shape[1] % 8)).view(len(x), -1, 8, 4).sum(2),
+    "padded by nothing": lambda x: pad(x, (0, 0, 0, -x.shape[1] % 3)) if x.shape[1] % 3 else x,
+    "halves": lambda x: x[:, : x.shape[1] // 2].sum(1, keepdim=True) + x,
+    "outside of the range": lambda x: x + 1 if x.shape[1] > 40 else x,
+    "strided": lambda x: x[:, ::2].transpose(1, 2).contiguous().transpose(1, 2),
+    "by its length": lambda x: x / x.shape[1],
+}
+
+
+class Net(nn.Module):
+    """A step that a size chooses, between two layers."""
+
+    def __init__(self, step: str) -> None:
+        super().__init__()
+        self.step = {**WRONG, **RIGHT}[step]
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.last(self.step(self.first(x)).mean(1))
+
+
+def exported(step: str, folder: Path, formats: tuple[str, ...] = ("pt2",)) -> None:
+    torch.manual_seed(0)
+    torch.save(Net(step).state_dict(), folder / "net.pt")
+    export(
+        folder / "net.pt",
+        f"{__file__}:Net",
+        [LENGTHS],
+        output_dir=folder,
+        model_args={"step": step},
+        formats=formats,
+    )
+
+
+@pytest.mark.parametrize("step", WRONG)
+def test_what_a_size_chooses_is_not_certified(step: str, tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match=r"test_guards\.py|the model (fixes|cannot)|holds for"):
+        exported(step, tmp_path)
+    assert [each.name for each in tmp_path.iterdir()] == ["net.pt"]
+
+
+@pytest.mark.parametrize("step", RIGHT)
+def test_a_guard_that_chooses_nothing_is_no_obstacle(step: str, tmp_path: Path) -> None:
+    exported(step, tmp_path)
+    assert (tmp_path / "net.pt2").exists()
