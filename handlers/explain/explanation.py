@@ -550,8 +550,8 @@ def _numbers(
 def _missing(delta: float, difference: float) -> str:
     return (
         f"f(input) − f(baseline) is {difference:.3g}, and the attributions miss it by "
-        f"{-delta:.3g}: the output changes where it has no slope, as by rounding or a comparison, or "
-        "between two points; ask occlusion or kernel_shap, which follow no slopes"
+        f"{-delta:.3g}: the output changes where it has no slope, as by rounding or a comparison, "
+        "or between two points; ask occlusion or kernel_shap, which follow no slopes"
     )
 
 
