@@ -199,4 +199,5 @@ def test_numbers_that_json_has_not_are_read_as_transformers_reads_them(tmp_path:
     library.Mamba2ForCausalLM(config).save_pretrained(tmp_path)
     assert "__float__" in (tmp_path / "config.json").read_text()
     with open_model(read_checkpoint(tmp_path), None) as model:
-        assert list(model.config.time_step_limit) == [0.0, float("inf")]
+        opened: Any = model
+        assert list(opened.config.time_step_limit) == [0.0, float("inf")]
