@@ -204,9 +204,9 @@ def _by_files(
     with_labels = [rule for rule in rules if rule.has_labels]
     if with_labels and (LABELS_FILE in have or report.labels):
         return with_labels, f"{by_shape}, and the labels"
-    first = report.signature.outputs[0].name
-    if with_labels and (first in _CLASSES or report.probabilities.get(first)):
-        return with_labels, f"{by_shape}: {first} are those of classes"
+    main = report.signature.main
+    if with_labels and main and (main.name in _CLASSES or report.probabilities.get(main.name)):
+        return with_labels, f"{by_shape}: {main.name} are those of classes"
     return rules, by_shape
 
 
@@ -280,7 +280,8 @@ def _outputs_of(signature: Signature) -> set[str]:
     is_text = any(not spec.is_float for spec in signature.inputs)
     if is_text and dims[:2] == [2, 2] and not isinstance(shapes[0][1], int):
         return {"spans"}
-    return {{2: "classes", 3: "places", 4: "map"}[dims[0]]} if dims and 2 <= dims[0] <= 4 else set()
+    main = len(signature.main.shape) if signature.main else 0
+    return {{2: "classes", 3: "places", 4: "map"}[main]} if 2 <= main <= 4 else set()
 
 
 def _described(file: Path) -> str:

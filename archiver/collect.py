@@ -365,8 +365,9 @@ class _Collector:
         if twin is None:
             self.warnings.append(
                 f"{artifact.name} ({report.format}) gives no gradients: only methods that take "
-                "parts of the input away explain it (kernel_shap, occlusion); for the others "
-                "export it as pt2 too, into the same folder, or name one with --explain-with"
+                "parts of the input away explain it (kernel_shap, occlusion; tree_shap where it is "
+                "trees); for the others export it as pt2 too, into the same folder, or name one "
+                "with --explain-with"
             )
             return None
         return self._add_other(artifact, report, twin)

@@ -1,6 +1,7 @@
 """What the built-in handlers read beside an artifact: names of files, and of a text's inputs."""
 
 LABELS_FILE = "index_to_name.json"
+BACKGROUND_FILE = "background.json"
 FEATURES_FILE = "features.json"
 SCALER_FILE = "scaler.json"
 

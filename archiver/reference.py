@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from modelyard.archiver.ranges import Range, read_ranges
 from modelyard.archiver.untrusted.json import Fields, format_json, parse_json
 from modelyard.archiver.untrusted.names import quoted
 
@@ -101,6 +102,8 @@ class Reference:
     """What `distance` of live rows' means is at most while nothing changes, 95 % of the time; None
     where it was not measured."""
     classes: Mapping[str, Group] = field(default_factory=dict)
+    ranges: Mapping[str, Range] = field(default_factory=dict)
+    """Range of each number that the rows held."""
 
     def fold(self, shares: Mapping[str, float]) -> dict[str, float]:
         """Return shares of these parts alone: what is not among them counts as `other`."""
@@ -210,7 +213,9 @@ def format_reference(reference: Reference) -> bytes:
         label: {**vars(group), "cells": [" ".join(map(str, each)) for each in group.cells]}
         for label, group in reference.classes.items()
     }
-    return format_json({**vars(reference), "shares": dict(reference.shares), "classes": groups})
+    ranges = {name: each._asdict() for name, each in reference.ranges.items()}
+    shares = dict(reference.shares)
+    return format_json({**vars(reference), "shares": shares, "classes": groups, "ranges": ranges})
 
 
 def parse_reference(data: bytes) -> Reference:
@@ -223,6 +228,7 @@ def parse_reference(data: bytes) -> Reference:
     problems = fields.problems
     rows, entries = fields.integer("rows"), fields.object("shares")
     shares = {name: entries.number(name) for name in entries.values}
+    ranges = read_ranges(fields)
     floor, classes = None, Fields({})
     if "classes" in fields.values:
         floor, classes = fields.number("floor"), fields.object("classes")
@@ -241,7 +247,7 @@ def parse_reference(data: bytes) -> Reference:
         if abs(sum(shares.values()) - 1) > _ROUNDING:
             problems.append(f"the shares add up to {sum(shares.values()):.6g}; expected 1")
     fields.check()
-    return Reference(rows, shares, floor, groups)
+    return Reference(rows, shares, floor, groups, ranges)
 
 
 def _read_group(fields: Fields, parts: int) -> Group:

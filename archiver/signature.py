@@ -163,6 +163,15 @@ class Signature:
         return self.inputs[0].shape[0] if self.inputs and self.inputs[0].shape else None
 
     @property
+    def main(self) -> TensorSpec | None:
+        """The output that answers are made of: the first of real numbers, else the first.
+
+        Classifiers of scikit-learn give the numbers of their labels before the probabilities.
+        """
+        real = (spec for spec in self.outputs if spec.is_float)
+        return next(real, next(iter(self.outputs), None))
+
+    @property
     def has_cache(self) -> bool:
         """Whether it is of a decoder with its cache, as `export --generate` writes."""
         return any(spec.name == PAST_MASK for spec in self.inputs)

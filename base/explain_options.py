@@ -26,7 +26,7 @@ class Option(NamedTuple):
 EXPLAIN_OPTIONS: Mapping[str, Option] = {
     "method": Option(
         str,
-        "How it is explained; integrated_gradients without it.",
+        "How it is explained; integrated_gradients without it, tree_shap of trees.",
         ("integrated_gradients", "feature_ablation", "occlusion", *registered("methods")),
     ),
     "output_name": Option(
@@ -91,6 +91,9 @@ EXPLAIN_OPTIONS: Mapping[str, Option] = {
         bool, "`true` says how far the output falls without the top tenth of the features."
     ),
     "quality": Option(bool, "`true` measures infidelity, sensitivity and curves of removal too."),
+    "change": Option(
+        bool, "`true` looks for the smallest change of the row that makes the prediction `against`."
+    ),
 }
 
 

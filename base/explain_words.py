@@ -52,11 +52,17 @@ def question(answer: Answer) -> str:
     return f"{name or 'output'} “{label}”"
 
 
+def baseline(answer: Answer) -> str:
+    """Return what an input is compared with."""
+    means = answer.get("baseline_means")
+    return f"{answer['baseline']}: {means}" if means else str(answer["baseline"])
+
+
 def way(answer: Answer) -> str:
     """Return where the output came from, and how far."""
     name = "output" if answer.get("probability") is None else answer["output"]
     return (
-        f"{name} from {number(answer['f_baseline'])} (baseline {answer['baseline']}) to "
+        f"{name} from {number(answer['f_baseline'])} (baseline {baseline(answer)}) to "
         f"{number(answer['f_input'])}"
     )
 
@@ -106,8 +112,7 @@ def notes(answer: Answer, sums: tuple[float, float], thing: str, unsure: float =
         unsure: share of all sizes that is below its own error, and drawn pale.
     """
     found = list(answer.get("warnings", ()))
-    if check := answer.get("check"):
-        found.append(check["summary"])
+    found += [answer[name]["summary"] for name in ("check", "change") if answer.get(name)]
     if not any(sums):
         found.append(f"no {thing} changes this output")
     elif answer.get("tolerance_met") is False:

@@ -2,6 +2,7 @@
 
     python -m benchmarks.explain [--steps 50] [--rounds 5] [--threads 1]
     python -m benchmarks.explain --truth [--scans 150]
+    python -m benchmarks.explain --trees [--rounds 5]
     python -m benchmarks.explain --coverage [--only NAME …]
     python -m benchmarks.explain --picture docs/images/error-bar.svg
 
@@ -13,7 +14,8 @@ what counts on a machine with other work. Weights are random, from a fixed seed.
 `--truth` compares the stated errors of the digits network's explanations, in float32, with their
 true ones, in float64 from 1000 points; it needs scikit-learn, which ships the scans. `--picture`
 draws what the convergence delta does not see. `--coverage` prints the table of docs/explain.md: how
-often errors cover the truth, on some sixty networks (see benchmarks/coverage.py).
+often errors cover the truth, on some sixty networks (see benchmarks/coverage.py). `--trees` times
+tree_shap of 100 whole trees six deep over 30 features, and kernel_shap beside it.
 """
 
 import argparse
@@ -31,6 +33,8 @@ from typing import Any, NamedTuple
 os.environ.setdefault("GOMP_SPINCOUNT", "0")  # as the command does, before torch is loaded
 
 import captum
+import numpy as np
+import onnx
 import torch
 from captum.attr import IntegratedGradients
 from torch import Tensor, nn
@@ -73,6 +77,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--truth", action="store_true")
     parser.add_argument("--scans", type=int, default=150)
+    parser.add_argument("--trees", action="store_true")
     parser.add_argument("--coverage", action="store_true")
     parser.add_argument("--only", nargs="+", choices=NETWORK_NAMES, default=NETWORK_NAMES)
     parser.add_argument("--picture", type=Path)
@@ -81,6 +86,8 @@ def main() -> None:
     torch.manual_seed(0)
     if given.picture:
         given.picture.write_text(_picture(), encoding="utf-8")
+    elif given.trees:
+        _time_trees(given.rounds)
     elif given.coverage:
         print_table(given.only)
     elif given.truth:
@@ -116,6 +123,61 @@ def _time_passes(given: argparse.Namespace) -> None:
             pairs = zip(taken["ours"], taken[other], strict=True)
             ratio = statistics.median(ours[at] / theirs[at] for ours, theirs in pairs)
             print(f"{kind:9} ours / {other}: {ratio:.3f} (median of the rounds' ratios)")
+
+
+def _model_of_rows(artifact: Artifact, starts: tuple[Tensor, ...]) -> ExplainedModel:
+    """Return what explains numbers, compared with some rows."""
+    return ExplainedModel(
+        artifact, None, None, str, lambda name, inputs, seed: starts,
+        lambda sizes, side: (side or 1,), probabilities=lambda scores: None,
+    )  # fmt: skip
+
+
+def _time_trees(rounds: int, trees: int = 100, depth: int = 6, width: int = 30) -> None:
+    """Print what explanations of drawn trees take, by rows of the baseline."""
+    random = np.random.default_rng(0)
+    size = 2 ** (depth + 1) - 1
+    inner = size // 2
+    numbers = np.arange(size)
+    is_leaf = numbers >= inner
+    leaves = [(tree, int(at)) for tree in range(trees) for at in numbers[is_leaf]]
+    node = onnx.helper.make_node(
+        "TreeEnsembleRegressor", ["row"], ["y"], domain="ai.onnx.ml", n_targets=1,
+        nodes_treeids=np.repeat(np.arange(trees), size).tolist(),
+        nodes_nodeids=np.tile(numbers, trees).tolist(),
+        nodes_modes=np.tile(np.where(is_leaf, "LEAF", "BRANCH_LEQ"), trees).tolist(),
+        nodes_featureids=random.integers(width, size=size * trees).tolist(),
+        nodes_values=random.random(size * trees).tolist(),
+        nodes_truenodeids=np.tile(np.where(is_leaf, 0, 2 * numbers + 1), trees).tolist(),
+        nodes_falsenodeids=np.tile(np.where(is_leaf, 0, 2 * numbers + 2), trees).tolist(),
+        target_treeids=[tree for tree, _ in leaves], target_nodeids=[at for _, at in leaves],
+        target_ids=[0] * len(leaves), target_weights=random.normal(size=len(leaves)).tolist(),
+    )  # fmt: skip
+    row, y = (
+        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["n", size])
+        for name, size in (("row", width), ("y", 1))
+    )
+    opsets = [onnx.helper.make_opsetid("", 21), onnx.helper.make_opsetid("ai.onnx.ml", 3)]
+    graph = onnx.helper.make_graph([node], "trees", [row], [y])
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trees.onnx"
+        onnx.save(onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10), path)
+        artifact = open_artifact(path, "onnx")
+        inputs = torch.from_numpy(random.random((1, width)).astype(np.float32))
+        print(
+            "| rows of the baseline | `tree_shap`, CPU ms | `kernel_shap`, CPU ms | its `error` |"
+        )
+        for count in (1, 20, 50, 100):
+            starts = torch.from_numpy(random.random((count, width)).astype(np.float32))
+            model = _model_of_rows(artifact, (starts,))
+            cells = []
+            for method in ("tree_shap", "kernel_shap"):
+                options = [parse_options({"method": method, "baseline": "file:x"})]
+                explain = partial(explain_batch, model, (inputs,), options)
+                ((found,),) = explain()
+                cells.append(statistics.median(_time(explain).processor for _ in range(rounds)))
+            error = "–" if found.error is None else f"{100 * found.error:.1f} %"
+            print(f"| {count} | {1e3 * cells[0]:.0f} | {1e3 * cells[1]:.0f} | {error} |")
 
 
 def _compare_errors(scans: int) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from modelyard.archiver.handler_files import LABELS_FILE
+from modelyard.archiver.handler_files import BACKGROUND_FILE, LABELS_FILE
 from modelyard.archiver.labels import count_problem
 from modelyard.archiver.reference import Reference
 from modelyard.archiver.report import Report
@@ -31,15 +31,16 @@ from modelyard.handlers.body import body_of, parse_json
 from modelyard.handlers.context import Context
 from modelyard.handlers.errors import BadInput, LoadError
 from modelyard.handlers.explain.attribute.attribution import Tensors, outputs_of, ranges_of
+from modelyard.handlers.explain.attribute.method import Choice
 from modelyard.handlers.explain.attribute.methods import METHODS
 from modelyard.handlers.explain.draw.bars import Bar
-from modelyard.handlers.explain.explainer import Explainer, as_tuple
+from modelyard.handlers.explain.explainer import MOST_NUMBERED, Explainer, as_tuple
 from modelyard.handlers.explain.explanation import Explanation
 from modelyard.handlers.explain.request.options import ExplainOptions, Region, Row
 from modelyard.handlers.explain.request.targets import ExplainedModel, Target
 from modelyard.handlers.infer import run_tensors
 from modelyard.handlers.limits import check_stated
-from modelyard.handlers.models.backends import Artifact, Output
+from modelyard.handlers.models.backends import Artifact, Output, main_output
 from modelyard.handlers.models.folder import load_label_mapping, read_config, read_reference
 from modelyard.handlers.models.packed import open_packed
 from modelyard.handlers.models.rows import (
@@ -121,6 +122,7 @@ class BaseHandler:
     formats: ClassVar[tuple[str, ...]] = ("json", "png", "html", "npy")
     """What explanations can be answered in; the first where the request has no wish."""
     default_baseline: str = "zero"
+    default_set: str | None = None
     default_aggregate: ClassVar[str] = "none"
     class_dim: ClassVar[int] = 0
     """Dimension of scores (…) of more than one that is that of the classes."""
@@ -147,6 +149,8 @@ class BaseHandler:
         self.inputs: tuple[TensorSpec, ...] = ()
         self.is_whole = False
         self.output_names: tuple[str, ...] = ()
+        self.main_output: str | None = None
+        """Name of the first output of real numbers, which answers and explanations are made of."""
         self._whole_outputs: tuple[bool, ...] = ()
         self._output_sizes: tuple[Size, ...] = ()
         self._names_outputs = False
@@ -187,7 +191,9 @@ class BaseHandler:
         self.agreement = packed.agreement
         self.inputs = packed.signature.inputs
         self.output_names = tuple(spec.name for spec in packed.signature.outputs)
-        self._output_sizes = next((spec.shape for spec in packed.signature.outputs), ())
+        main = packed.signature.main
+        self.main_output = main.name if main else None
+        self._output_sizes = main.shape if main else ()
         self.report = packed.report
         self.signature = (self.manifest.get("modelyard") or {}).get("signature")
         self.is_whole = self.signature is not None and not _have_rows(self.inputs)
@@ -204,12 +210,14 @@ class BaseHandler:
         self.config = read_config(folder)
         self.stated_kind = read_output_kind(self.handler_settings)
         self.output_kind = self.stated_kind or self.output_kind
-        name = self.output_names[0] if self.output_names else ""
+        name = self.main_output or ""
         found = packed.report.probabilities if packed.report else {}
         self.found_kind = "probabilities" if found.get(name) else None
         self.knows_kind = name in found or bool(self.config.get("architectures"))
         if self.inputs and self._pad_id is not None and not any(s.is_float for s in self.inputs):
             self.default_baseline = "pad"
+        if (folder / BACKGROUND_FILE).is_file():
+            self.default_set = f"file:{BACKGROUND_FILE}"
         self.reference = read_reference(folder)
         self.initialized = True
 
@@ -317,13 +325,24 @@ class BaseHandler:
         """
         return self._explaining.name_parts(explanation)
 
+    def numbers(self, row: Mapping[str, Any]) -> Mapping[str, float]:
+        """Return the numbers that a request holds by name, as `choices` has them."""
+        (first, *others) = self._read_row(row)
+        is_row = not others and first.ndim == 1 and len(first) <= MOST_NUMBERED
+        return {str(at): float(each) for at, each in enumerate(first if is_row else ())}
+
+    def choices(self, index: int) -> Sequence[Choice]:
+        """Return what each value of request `index`'s row could be changed to."""
+        ranges = self.reference.ranges if self.reference else {}
+        return [Choice(name, int(name), int(name) + 1, range=each) for name, each in ranges.items()]
+
     def explained_model(self) -> ExplainedModel:
         """Return what explanations need to know of the model version."""
         return self._explaining.model()
 
     def score(self, outputs: Output) -> Tensor:
         """Return the numbers (N, …) of a call of which `target` chooses what is explained."""
-        return outputs_of(outputs)
+        return outputs_of(outputs, self.output_names)
 
     def probabilities(self, scores: Tensor) -> Tensor | None:
         """Return the probabilities that predictions give, as `score` has its numbers (N, …).
@@ -345,9 +364,9 @@ class BaseHandler:
 
         `modelyard archive` asks for each of its examples.
         """
-        first = as_tuple(outputs)[0]
-        return self.wrong_labels(tuple(first.shape)) or wrong_kind(
-            self.output_kind, self.stated_kind is not None, first
+        main = main_output(outputs)
+        return self.wrong_labels(tuple(main.shape)) or wrong_kind(
+            self.output_kind, self.stated_kind is not None, main
         )
 
     def wrong_labels(self, sizes: tuple[Size, ...] = ()) -> str | None:
@@ -393,6 +412,10 @@ class BaseHandler:
             BadInput: there is no such baseline, or an input does not take its values.
         """
         return self._explaining.baselines(name, inputs, seed)
+
+    def baseline_means(self, name: str) -> str | None:
+        """Return in words what a baseline is, where its name does not say it."""
+        return None
 
     def baseline(self, name: str, inputs: Tensor, seed: int = 0) -> Tensor:
         """Return the input (1, *S) that stands for "no information", for one request's (1, *S).

@@ -18,6 +18,7 @@ Method = Literal[
     "occlusion",
     "feature_ablation",
     "kernel_shap",
+    "tree_shap",
 ]
 
 
@@ -51,3 +52,4 @@ class ExplainOptions(TypedDict, total=False):
     errors: bool | None
     check: bool | None
     quality: bool | None
+    change: bool | None

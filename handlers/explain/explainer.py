@@ -5,7 +5,7 @@ import inspect
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from modelyard.archiver.signature import TensorSpec
 from modelyard.handlers.body import parse_json
 from modelyard.handlers.errors import BadInput, NoGradients
 from modelyard.handlers.explain.attribute.attribution import Tensors
+from modelyard.handlers.explain.attribute.methods import METHODS
 from modelyard.handlers.explain.draw import bars, page, picture
 from modelyard.handlers.explain.draw.bars import Bar, Values
 from modelyard.handlers.explain.draw.page import Part
@@ -50,8 +51,15 @@ def options_of_shares(version: ExplainedModel) -> ExplainOptions:
     """Return how shares are explained: with gradients, where the archive has what gives them."""
     options = ExplainOptions(internal_batch_size=ROWS)
     if version.twin is None or not version.twin.is_differentiable:
-        return replace(options, method="feature_ablation")
+        suitable = method_for(version.artifact, version.output_name)
+        return replace(options, method=suitable or "feature_ablation")
     return replace(options, n_steps=STEPS)
+
+
+def method_for(artifact: Artifact, output: str | None) -> str | None:
+    """Return the method that suits an output of an artifact without gradients; None of most."""
+    suitable = (n for n, each in METHODS.items() if each.suits and each.suits(artifact, output))
+    return next(suitable, None)
 
 
 def shares_of(parts: Mapping[str, float]) -> dict[str, float]:
@@ -126,7 +134,7 @@ class Explainer:
             agreement=handler.agreement,
             **{name: getattr(handler, name) for name in _HOOKS},
             between_chunks=handler.context.check_cancelled,
-            output_name=handler.output_names[0] if handler.output_names else None,
+            output_name=handler.main_output,
             is_of_probabilities=handler.output_kind == "probabilities",
         )
 
@@ -154,7 +162,15 @@ class Explainer:
         context = self.handler.context
         given, rest = gather_options(context.query[index], row)
         accept = context.get_request_header(index, "accept")
-        return parse_options(given, accept, self.handler.formats), rest
+        return parse_options(given, accept, self.handler.formats, self.default_method), rest
+
+    @cached_property
+    def default_method(self) -> str:
+        """How it is explained where a request does not say it."""
+        handler, model = self.handler, self.handler.model
+        is_alone = handler.explainer is None and isinstance(model, Artifact)
+        suitable = method_for(model, handler.main_output) if is_alone and not model.module else None
+        return suitable or ExplainOptions.method
 
     def baselines(self, name: str, inputs: Tensors, seed: int) -> Tensors:
         """Return what stands for "no information"; see `BaseHandler.baselines`."""
@@ -308,8 +324,8 @@ class Explainer:
 
 _HOOKS = (
     *("label", "baselines", "window", "score", "probabilities", "find_target", "name_place"),
-    *("scales", "default_baseline", "embedded", "find_region", "class_dim", "groups"),
-    "output_names",
+    *("scales", "default_baseline", "default_set", "embedded", "find_region", "class_dim"),
+    *("groups", "choices", "baseline_means", "output_names"),
 )
 """What a handler says of its model by the names of `ExplainedModel`."""
 

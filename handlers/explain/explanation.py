@@ -32,7 +32,7 @@ from modelyard.handlers.explain.attribute.memory import (
     gradient_rows,
     most_rows,
 )
-from modelyard.handlers.explain.attribute.method import Measure, Method, Result, Windows
+from modelyard.handlers.explain.attribute.method import Measure, Method, Result, StandIn, Windows
 from modelyard.handlers.explain.attribute.methods import MEASURES, METHODS
 from modelyard.handlers.explain.request.options import ExplainOptions
 from modelyard.handlers.explain.request.targets import (
@@ -112,6 +112,8 @@ class Explanation:
     cancels; None where the method promises no sum, or all are 0."""
     error: float | None
     """How far off the attributions are, as a share of their norm; None where nobody knows."""
+    baseline_error: float | None
+    """The same of a set of baselines, as a sample of all that could be in it."""
     n_steps: int
     tolerance_met: bool | None
     """Whether the error is within the tolerance; None where nobody knows."""
@@ -121,6 +123,8 @@ class Explanation:
     """(*S) each: how far off each attribution may be."""
     names: tuple[str, ...]
     """Names of the explained inputs."""
+    baseline_means: str | None = None
+    """What the baseline is, where its name does not say it."""
     baseline_label: str | None = None
     """What a prediction says of the baseline."""
     baseline_probability: float | None = None
@@ -166,8 +170,10 @@ class Explanation:
             "tolerance": self.options.tolerance,
             "warnings": list(self.warnings),
             "layer": self.options.layer,
+            "baseline_means": self.baseline_means,
+            "baseline_error": self.baseline_error,
         }
-        optional = {name for name in ("against", "layer") if facts[name] is None}
+        optional = {name for name in _OPTIONAL if facts[name] is None}
         shown = [name for name in _FACTS if name not in optional]
         return {
             **{name: facts[name] if name in facts else getattr(self, name) for name in shown},
@@ -177,20 +183,14 @@ class Explanation:
 
 _FACTS = (
     *("method", "output_name", "target", "label", "against", "output", "probability", "baseline"),
-    *("baseline_label", "baseline_probability", "explained_with", "f_input", "f_baseline"),
-    *("f_served", "served_delta", "sum_attributions", "convergence_delta", "path_delta"),
-    *(
-        "relative_delta",
-        "net_share",
-        "error",
-        "n_steps",
-        "tolerance",
-        "tolerance_met",
-        "warnings",
-        "layer",
-    ),
+    *("baseline_means", "baseline_label", "baseline_probability", "explained_with", "f_input"),
+    *("f_baseline", "f_served", "served_delta", "sum_attributions", "convergence_delta"),
+    *("path_delta", "relative_delta", "net_share", "error", "baseline_error", "n_steps"),
+    *("tolerance", "tolerance_met", "warnings", "layer"),
 )
 """Fields of an answer in their order."""
+_OPTIONAL = ("against", "baseline_means", "baseline_error", "layer")
+"""Fields that an answer leaves out where they are None."""
 
 
 @dataclass(frozen=True)
@@ -241,9 +241,13 @@ def explain_batch(
         TwinDiffers: artifact and twin give different outputs for these inputs.
     """
     found: dict[tuple[str, int], list[Explanation]] = {}
-    for name in dict.fromkeys(name for option in options for name in option.output_name):
-        rows = [row for row, option in enumerate(options) if name in option.output_name]
+    groups: dict[tuple[str, StandIn | None], list[int]] = {}
+    for row, option in enumerate(options):
+        for name in option.output_name:
+            groups.setdefault((name, METHODS[option.method].stand_in), []).append(row)
+    for (name, stand_in), rows in groups.items():
         part = version.at_output(name) if name else version
+        part = replace(stand_in(part), origin=part) if stand_in else part
         own = tuple(tensor[rows] for tensor in inputs)
         each = _explain_output(part, own, options, rows, further)
         found |= zip([(name, row) for row in rows], each, strict=True)
@@ -310,6 +314,8 @@ def _explain_alike(
     starts = [_class_of(version, each) for each in outputs]
     windows = [_windows(version, rows[row], request.inputs, options) for row, _ in owners]
     settings: dict[str, Any] = options.settings()
+    if method.stand_in:
+        settings["artifact"] = artifact
     if method.looks_at_layer:
         settings["at_layer"] = _at_layer(version, split, options)
     attributions = _run(method, request, settings, windows)
@@ -318,8 +324,10 @@ def _explain_alike(
         options = every_option[row]
         if version.is_of_probabilities:
             options = replace(options, output="probability")
-        baseline = options.baseline or version.default_baseline
+        baseline = _baseline(version, options)
         part = request.part(slice(at, at + 1))
+        count = len(sets[row][0])
+        means = version.baseline_means(baseline)
         numbers = _numbers(part, attributions[at], float(served[at]), options)
         numbers["warnings"] += _about_baseline(baseline, *starts[row])
         measures = {}
@@ -328,7 +336,15 @@ def _explain_alike(
             own = settings | (vars(windows[at]) if method.needs_windows else {})
             own |= _fixed(method, numbers["n_steps"])
             result = Result(
-                part, attributions[at].attributions, method, own, windows[at], options.seed
+                part,
+                attributions[at].attributions,
+                method,
+                own,
+                windows[at],
+                options.seed,
+                version.origin or version,
+                rows[row],
+                target.against,
             )
             measures[name], warnings = measure(result)
             numbers["warnings"] += warnings
@@ -336,6 +352,7 @@ def _explain_alike(
             Explanation(
                 options=options,
                 baseline=baseline,
+                baseline_means=f"the mean over {count} rows" if count > 1 else means,
                 names=split.names,
                 explained_with=artifact.file,
                 target=target.name,
@@ -537,7 +554,8 @@ def _numbers(
         "path_delta": None if found.path_delta is None else float(found.path_delta),
         "relative_delta": relative,
         "net_share": net_share,
-        "error": float(error) if error is not None and bool(error.isfinite()) else None,
+        "error": _finite(error),
+        "baseline_error": _finite(found.set_error),
         "n_steps": int(found.n_steps),
         "tolerance_met": None if error is None else is_within,
         "attributions": tuple(each[0] for each in found.attributions),
@@ -545,6 +563,10 @@ def _numbers(
         "warnings": warnings,
         "sides": None if found.sides is None else tuple(found.sides[0].tolist()),
     }
+
+
+def _finite(number: Tensor | None) -> float | None:
+    return float(number) if number is not None and bool(number.isfinite()) else None
 
 
 def _missing(delta: float, difference: float) -> str:
@@ -695,11 +717,16 @@ def _at_layer(
     return at_layer
 
 
+def _baseline(version: ExplainedModel, options: ExplainOptions) -> str:
+    several = version.default_set if METHODS[options.method].takes_sets else None
+    return options.baseline or several or version.default_baseline
+
+
 def _baselines(
     version: ExplainedModel, split: _Split, inputs: Tensors, options: ExplainOptions
 ) -> Tensors:
     """Return the baselines (B, *S) of one request, whose inputs are (1, …)."""
-    name = options.baseline or version.default_baseline
+    name = _baseline(version, options)
     if name == "zero" and version.embedded is not None:
         if not split.is_cut:
             raise BadInput(
@@ -715,9 +742,10 @@ def _baselines(
                 f"baseline {name} has the shape {list(each.shape[1:])}; expected the input's, "
                 f"{list(own.shape[1:])}"
             )
-    if count > 1 and options.method != "gradient_shap":
+    if count > 1 and not METHODS[options.method].takes_sets:
+        several = ", ".join(key for key, method in METHODS.items() if method.takes_sets)
         raise BadInput(
-            f"baseline {name} holds {count} rows; {options.method} takes one, gradient_shap several"
+            f"baseline {name} holds {count} rows; {options.method} takes one, {several} several"
         )
     return split.select(tuple(each.to(own) for each, own in zip(found, inputs, strict=True)))
 

@@ -35,6 +35,12 @@ _log = logging.getLogger(__name__)
 Output = Tensor | tuple[Tensor, ...]
 
 
+def main_output(outputs: Output) -> Tensor:
+    """Return the output that answers are made of, as `Signature.main` states it."""
+    tensors = (outputs,) if isinstance(outputs, Tensor) else outputs
+    return next((each for each in tensors if each.is_floating_point()), tensors[0])
+
+
 def torch_dtype(name: str) -> torch.dtype:
     """Return the dtype of a signature's name.
 
@@ -84,6 +90,7 @@ class Artifact:
         self.module = module
         self.file = format
         """The name of its file; the format where it has none."""
+        self.path: Path | None = None
         self._run = run
         self._takes = [_takes(spec) for spec in self.inputs]
 
@@ -192,7 +199,7 @@ def open_artifact(
         load = partial(open_pt2, trusted=trusted)
     try:
         artifact = load(path, place, share if place.type == "cpu" else False)
-        artifact.file = path.name
+        artifact.file, artifact.path = path.name, path
         return artifact
     except LoadError:
         raise

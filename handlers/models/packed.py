@@ -199,8 +199,9 @@ def open_packed(
         open_twin = partial(_open, folder, explain["artifact"], twin_report, device)
         artifact, explainer = _open_both(open_first, open_twin, device)
         if report and report.parity and twin_report and twin_report.parity:
-            # Explanations are of the first output.
-            agreement = next(iter(joint_rules(report.parity, twin_report.parity).values()))
+            main = report.signature.main
+            joint = joint_rules(report.parity, twin_report.parity)
+            agreement = joint[main.name] if main else None
     signature = _read_signature(ours.get("signature"), artifact)
     options = compile_options(config)
     if options is not None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from modelyard.archiver.signature import TensorSpec, fits
 from modelyard.base.nearest import did_you_mean
 from modelyard.handlers.errors import BadInput, HandlerError, InputMismatch, LoadError
-from modelyard.handlers.models.backends import Output, torch_dtype
+from modelyard.handlers.models.backends import Output, main_output, torch_dtype
 
 DEFAULT_TOP_K = 5
 
@@ -224,7 +224,7 @@ def first_output(outputs: Output, dims: int, expected: str) -> Tensor:
     Raises:
         HandlerError: it has another number of dims.
     """
-    found = outputs if isinstance(outputs, Tensor) else outputs[0]
+    found = main_output(outputs)
     if found.dim() != dims:
         raise HandlerError(f"the model gave {list(found.shape)}; {expected}")
     return found

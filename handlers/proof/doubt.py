@@ -6,7 +6,7 @@ from torch import Tensor
 
 from modelyard.archiver.signature import Signature
 from modelyard.handlers.base import Classifier, Inputs
-from modelyard.handlers.models.backends import Output
+from modelyard.handlers.models.backends import Output, main_output
 from modelyard.handlers.proof.bounds import LEAST_ROWS, Bounds
 from modelyard.handlers.proof.probes import Probe, make_inputs
 
@@ -36,7 +36,7 @@ def doubt(handler: Classifier, seen: Sequence[Inputs]) -> str | None:
         # Whatever the model raises on values that nobody sends says nothing.
         except Exception:
             continue
-        bounds.see(output if isinstance(output, Tensor) else output[0])
+        bounds.see(main_output(output))
     if bounds.are_others:
         return None
     if bounds.is_enough:

@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,6 +20,7 @@ from modelyard.handlers.body import body_of, parse_json
 from modelyard.handlers.context import Context
 from modelyard.handlers.errors import BadInput, LoadError
 from modelyard.handlers.explain.attribute.attribution import Tensors
+from modelyard.handlers.explain.attribute.method import Choice
 from modelyard.handlers.explain.draw.bars import Bar
 from modelyard.handlers.explain.explanation import Explanation, as_lists
 from modelyard.handlers.models.backends import Output
@@ -29,6 +31,8 @@ from modelyard.handlers.tasks.lists import Lists
 _LIST_OF_ROWS = re.compile(r"\s*\[\s*[\[{]")
 _PEEKED = 64
 """Bytes of a body in which a list of rows shows; JSON is read once where it holds one row."""
+MOST_DIGITS = 8
+"""Characters of a number that are drawn; of a longer one six digits."""
 _KEYS = ("name", "mean", "std", "values", "one_hot", "group")
 
 
@@ -45,6 +49,8 @@ class Feature:
     """Text → number, for a feature of texts."""
     one_hot: tuple[str, ...] = ()
     """Texts with a column each, 1 in that of the text and 0 in the others."""
+    is_centred: bool = False
+    """Whether a mean is said, which a 0 of the model then stands for."""
     group: str | None = None
     """What explanations take several features of this group for: one of this name."""
 
@@ -52,6 +58,11 @@ class Feature:
     def columns(self) -> int:
         """How many it has."""
         return len(self.one_hot) or 1
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """What it can be, where that is text."""
+        return self.one_hot or tuple(self.values)
 
     @property
     def part(self) -> str:
@@ -151,6 +162,21 @@ class TabularHandler(Lists, Classifier):
             )
         return torch.zeros_like(inputs)
 
+    def baseline_means(self, name: str) -> str | None:
+        """Return what the model's zeros are, by the means that `features.json` says."""
+        if name not in ("mean", "zero"):
+            return None
+        kinds = {
+            "no category": [each for each in self.features if each.one_hot],
+            "mean": [each for each in self.features if not each.one_hot and each.is_centred],
+            "0": [each for each in self.features if not each.one_hot and not each.is_centred],
+        }
+        none = ", without a category" if kinds["no category"] else ""
+        if kinds["mean"] and kinds["0"]:
+            zeros = ", ".join(each.name for each in kinds["0"])
+            return f"the average row, but 0 for {zeros}{none}"
+        return f"{'the average row' if kinds['mean'] else '0 for every number'}{none}"
+
     def scales(self, inputs: Tensor) -> Tensor:
         """Return the standard deviation of each feature, as the model sees it (N, F)."""
         scales = torch.tensor(
@@ -163,7 +189,10 @@ class TabularHandler(Lists, Classifier):
         (attributions,) = explanation.attributions
         if explanation.options.layer is not None:
             return {}
-        return {"features": self.by_part(attributions), "values": self.rows[index]}
+        errors = {}
+        if explanation.options.errors and explanation.errors is not None:
+            errors["feature_errors"] = self.by_part(explanation.errors[0])
+        return {"features": self.by_part(attributions), **errors, "values": self.rows[index]}
 
     def bars(self, index: int, inputs: Tensors, explanation: Explanation) -> list[Bar]:
         """Return the features and groups by name, with the values that were sent."""
@@ -173,6 +202,8 @@ class TabularHandler(Lists, Classifier):
         sent: dict[str, list[str]] = {}
         for feature in self.features:
             value = str(row[feature.name])
+            if isinstance(row[feature.name], float) and len(value) > MOST_DIGITS:
+                value = f"{row[feature.name]:.6g}"
             said = value if feature.part == feature.name else f"{feature.name} {value}"
             sent.setdefault(feature.part, []).append(said)
         errors = {} if explanation.errors is None else self.by_part(explanation.errors[0])
@@ -180,6 +211,23 @@ class TabularHandler(Lists, Classifier):
             Bar(part, value, ", ".join(sent[part]), errors.get(part))
             for part, value in self.by_part(explanation.attributions[0]).items()
         ]
+
+    def numbers(self, row: Mapping[str, Any]) -> Mapping[str, float]:
+        """Return the numbers of a row by the features' names."""
+        sent = self._row_of(parse_json(body_of(row)))
+        return {each.name: sent[each.name] for each in self.features if not each.texts}
+
+    def choices(self, index: int) -> list[Choice]:
+        """Return what the features of request `index` could be."""
+        ranges = self.reference.ranges if self.reference else {}
+        found, start = [], 0
+        for each in self.features:
+            end, value = start + each.columns, self.rows[index][each.name]
+            encode = partial(_scaled, each)
+            given = (each.name, start, end, value, each.texts, ranges.get(each.name), encode)
+            found.append(Choice(*given))
+            start = end
+        return found
 
     def by_part(self, values: Tensor) -> dict[str, float]:
         """Add values of the columns (F,) up by feature or group."""
@@ -281,7 +329,7 @@ def _read_feature(file: str, at: int, entry: Any) -> Feature:
         raise LoadError(f"{place} has one_hot and {', '.join(others)}; expected one_hot alone")
     if group is not None and (not isinstance(group, str) or not group):
         raise LoadError(f'{place} has "group": {group!r}; expected a name')
-    feature = Feature(**{**entry, "one_hot": tuple(one_hot)})
+    feature = Feature(**{**entry, "one_hot": tuple(one_hot), "is_centred": "mean" in entry})
     numbers = (feature.mean, feature.std, *feature.values.values())
     if not all(map(_is_number, numbers)) or feature.std <= 0:
         raise LoadError(f"{place} is {entry!r}; expected finite numbers, and std above 0")
@@ -289,7 +337,7 @@ def _read_feature(file: str, at: int, entry: Any) -> Feature:
 
 
 def _scaled(feature: Feature, value: Any) -> list[float]:
-    if texts := feature.one_hot or tuple(feature.values):
+    if texts := feature.texts:
         if not isinstance(value, str) or value not in texts:
             raise BadInput(
                 f"{feature.name} is {json.dumps(value)}; expected one of {', '.join(texts)}"

@@ -165,30 +165,40 @@ class TextHandler(Lists, Classifier):
         errors: dict[str, Any] = {}
         if explanation.options.errors and explanation.errors is not None:
             errors["errors"] = as_lists(explanation.errors[0][: len(encoding)])
+        listed = [
+            {
+                "token": token,
+                "start": start,
+                "end": end,
+                "is_special": bool(special),
+                "word": word,
+                "attribution": value,
+                **({} if is_alone or part is None else {"part": self.parts[part]}),
+            }
+            for token, (start, end), special, word, part, value in zip(
+                encoding.tokens,
+                encoding.offsets,
+                encoding.special_tokens_mask,
+                encoding.word_ids,
+                encoding.sequence_ids,
+                as_lists(self.aggregate(own)),
+                strict=True,
+            )
+        ]
+        _, words = self._words(index, listed, explanation)
         return {
             "shape": list(own.shape),
             "attributions": as_lists(own),
             **errors,
             "truncated": self._is_truncated(index),
-            "tokens": [
+            "tokens": listed,
+            "words": [
                 {
-                    "token": token,
-                    "start": start,
-                    "end": end,
-                    "is_special": bool(special),
-                    "word": word,
-                    "attribution": value,
-                    **({} if is_alone or part is None else {"part": self.parts[part]}),
+                    "word": word.text,
+                    "attribution": word.value,
+                    **({"error": word.error} if explanation.options.errors else {}),
                 }
-                for token, (start, end), special, word, part, value in zip(
-                    encoding.tokens,
-                    encoding.offsets,
-                    encoding.special_tokens_mask,
-                    encoding.word_ids,
-                    encoding.sequence_ids,
-                    as_lists(self.aggregate(own)),
-                    strict=True,
-                )
+                for word in words
             ],
         }
 
@@ -219,13 +229,7 @@ class TextHandler(Lists, Classifier):
         parts = []
         for each in explanations:
             answer = self.fields_of(index, each)
-            text, listed = self._as_one(index, answer["tokens"])
-            if each.errors is not None:
-                errors = self.aggregate(each.errors[0][: len(listed)]).tolist()
-                listed = [
-                    {**token, "error": off} for token, off in zip(listed, errors, strict=True)
-                ]
-            words = tokens.words_of(text, listed)
+            text, words = self._words(index, answer["tokens"], each)
             figure = tokens.figure(text, words, each.strength)
             if strongest := tokens.strongest(words):
                 figure += f"<h3>Strongest words</h3>{bars.figure(strongest, None, each.strength)}"
@@ -281,16 +285,21 @@ class TextHandler(Lists, Classifier):
         (start, end), part = encoding.offsets[token], encoding.sequence_ids[token]
         return str(encoding.tokens[token] if part is None else self.texts[index][part][start:end])
 
-    def _as_one(
-        self, index: int, tokens: Sequence[Mapping[str, Any]]
-    ) -> tuple[str, list[dict[str, Any]]]:
-        """Return the parts of a request as one text, and its tokens with their places there."""
+    def _words(
+        self, index: int, listed: Sequence[Mapping[str, Any]], explanation: Explanation
+    ) -> tuple[str, list[tokens.Word]]:
+        """Return the parts of a request as one text, and its words with their places there."""
         texts, first = self.texts[index], self.parts[0]
+        errors: list[float | None] = [None] * len(listed)
+        if explanation.errors is not None:
+            errors = as_lists(self.aggregate(explanation.errors[0][: len(listed)]))
         moved = []
-        for token in tokens:
+        for token, error in zip(listed, errors, strict=True):
             shift = 0 if token.get("part", first) == first else len(texts[0]) + 1
-            moved.append({**token, "start": token["start"] + shift, "end": token["end"] + shift})
-        return "\n".join(texts), moved
+            places = {"start": token["start"] + shift, "end": token["end"] + shift}
+            moved.append({**token, **places, "error": error})
+        text = "\n".join(texts)
+        return text, tokens.words_of(text, moved)
 
     def _read_texts(self, row: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the texts of one request, in the order of `parts`."""

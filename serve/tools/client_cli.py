@@ -5,7 +5,6 @@ import json
 import mimetypes
 import sys
 from collections.abc import Callable, Iterator
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 from urllib.parse import quote
@@ -180,9 +179,9 @@ def _print_explanation(answer: "Answer") -> bool:
             if name in quality:
                 grid.add_row(name, f"{quality[name]['area']:.4g}, the mean of its curve")
         out.print(grid)
-        for sentence in (each.get("check", {}).get("summary"), *each.get("warnings", ())):
-            if sentence:
-                out.print(escape(sentence), soft_wrap=True)
+        said = [each[name]["summary"] for name in ("check", "change") if name in each]
+        for sentence in (*said, *each.get("warnings", ())):
+            out.print(escape(sentence), soft_wrap=True)
         if bars := _bars(each):
             _print_bars(bars)
     is_text = "tokens" in explanations[0]
@@ -200,6 +199,7 @@ _FIELDS: dict[str, Callable[[Any], str]] = {
     "layer": str,
     "output": str,
     "baseline": str,
+    "baseline_means": str,
     "baseline_label": str,
     "baseline_probability": "{:.4f}".format,
     "f_input": "{:.6g}".format,
@@ -249,17 +249,8 @@ def _bars(answer: dict[str, Any]) -> list[_Bar]:
         _Bar(name, str(values.get(name, "")), share)
         for name, share in (answer.get("features") or {}).items()
     ]
-    for _, pieces in groupby(answer.get("tokens", ()), _word_of):
-        whole = list(pieces)
-        name = "".join(each["token"].removeprefix("##") for each in whole)
-        bars.append(_Bar(name, "", sum(each["attribution"] for each in whole)))
+    bars += [_Bar(each["word"], "", each["attribution"]) for each in answer.get("words", ())]
     return sorted(bars, key=lambda bar: -abs(bar.attribution))
-
-
-def _word_of(token: dict[str, Any]) -> tuple[Any, ...]:
-    """Return what pieces of one word have in common, and no others."""
-    word = token.get("word")
-    return (token.get("part"), word) if word is not None else (token["start"], token["token"])
 
 
 def _print_bars(bars: list[_Bar]) -> None:

@@ -27,12 +27,15 @@ The archiver has it run, for a dry run before an archive is written and to verif
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from modelyard.archiver.ranges import ranges_of
 from modelyard.archiver.reference import format_reference, make_reference, read_requests
 from modelyard.base.answers import differences, pair_up
 from modelyard.handlers.errors import HandlerError, LoadError
@@ -92,14 +95,17 @@ def _explain_reference(service: load.Service, place: Path) -> str:
         LoadError: a request cannot be used; it is named.
     """
     rows: list[Any] = []
+    numbers: list[Mapping[str, float]] = []
     try:
         for name, body in read_requests(place):
             service.context.reset([name])
             try:
                 rows += service.shares([{"body": body}], service.context)
+                if service.handler is not None:
+                    numbers.append(service.handler.numbers({"body": body}))
             except HandlerError as error:
                 raise LoadError(f"--reference: {name} cannot be explained: {error}") from error
-        return format_reference(make_reference(rows)).decode()
+        return format_reference(replace(make_reference(rows), ranges=ranges_of(numbers))).decode()
     except ValueError as error:
         raise LoadError(f"--reference: {error}") from error
 

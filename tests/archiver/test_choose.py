@@ -32,7 +32,7 @@ def report(
     for text in outputs:
         name, _, dims = text.removesuffix("]").partition("[")
         shape = tuple(int(n) if n.isdigit() else signature.dims[n] for n in dims.split(","))
-        specs.append(TensorSpec(name, "float32", shape))
+        specs.append(TensorSpec(name, "int64" if name == "label" else "float32", shape))
     name = f"transformers.models.x.modeling_x:{model}" if model else "net.py:Net"
     whole = Signature(signature.inputs, tuple(specs))
     return Report(Path("m.report.json"), "pt2", "0" * 64, "0" * 64, whole, None, name, command)
@@ -96,8 +96,11 @@ def test_a_net_of_ones_own_gets_the_one_that_fits(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "handler"), [("features.json", "tabular"), ("scaler.json", "forecaster")]
 )
-def test_a_row_of_numbers_is_what_its_file_says(file: str, handler: str) -> None:
-    numbers = report(["x:float32[batch,12]"], ["y[batch,2]"])
+@pytest.mark.parametrize("outputs", [["y[batch,2]"], ["label[batch]", "y[batch,2]"]])
+def test_a_row_of_numbers_is_what_its_file_says(
+    file: str, handler: str, outputs: list[str]
+) -> None:
+    numbers = report(["x:float32[batch,12]"], outputs)
     assert choose("auto", numbers, None, [file]).handler == handler
     with pytest.raises(CannotArchive, match=r"fit: forecaster .*, with scaler.json; tabular"):
         choose("auto", numbers, None, ())

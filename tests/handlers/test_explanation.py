@@ -17,7 +17,7 @@ from modelyard.handlers.explain.attribute.methods import METHODS
 from modelyard.handlers.explain.explanation import Explanation, explain_batch
 from modelyard.handlers.explain.request.options import parse_options
 from modelyard.handlers.explain.request.targets import ExplainedModel
-from modelyard.handlers.models.backends import Artifact
+from modelyard.handlers.models.backends import Artifact, Output
 from modelyard.handlers.proof.agree import Rule
 from tests.shared import FURTHER
 
@@ -27,16 +27,16 @@ SPEC = TensorSpec("x", "float64", (Dim("batch"), 3))
 class Function(nn.Module):
     """A function of rows as a module."""
 
-    def __init__(self, f: Callable[..., Tensor]) -> None:
+    def __init__(self, f: Callable[..., Output]) -> None:
         super().__init__()
         self.f = f
 
-    def forward(self, *inputs: Tensor) -> Tensor:
+    def forward(self, *inputs: Tensor) -> Output:
         """What the function gives."""
         return self.f(*inputs)
 
 
-def artifact(f: Callable[..., Tensor], *specs: TensorSpec, differentiable: bool = True) -> Artifact:
+def artifact(f: Callable[..., Output], *specs: TensorSpec, differentiable: bool = True) -> Artifact:
     module = Function(f)
     inputs = specs or (SPEC,)
     return Artifact("pt2", module, inputs, torch.device("cpu"), module if differentiable else None)
@@ -137,6 +137,17 @@ def test_what_is_explained_may_be_in_any_place_among_the_inputs() -> None:
         assert one.names == ("x",)
         assert one.attributions[0].tolist() == pytest.approx([1.0, 0.0, 3.0])
         assert other.attributions[0].tolist() == pytest.approx([0.0, 1.0, 2.0])
+
+
+def test_the_first_output_of_real_numbers_is_explained() -> None:
+    """As of scikit-learn's classifiers, whose labels come first."""
+    named = {"output_names": ("label", "scores", "more"), "output_name": "scores"}
+    model = subject(artifact(lambda x: (x.argmax(1), x**2, x)), **named)
+    ((found,),) = explain(model, X[:1], {"target": "1", "n_steps": "3"})
+    assert (found.output_name, found.f_input) == ("scores", 4.0)
+    whole = subject(artifact(lambda x: (x.argmax(1), x.long())))
+    with pytest.raises(NoGradients, match=r"gives 0:int64\[1\], 1:int64\[1,3\]; only real-valued"):
+        explain(whole, X[:1], {})
 
 
 def test_model_without_real_inputs_needs_a_method_without_gradients() -> None:
@@ -307,7 +318,8 @@ NOTHING_KNOWN = ["deep_lift", "saliency", "input_x_gradient", "occlusion", "feat
 
 
 @pytest.mark.parametrize(
-    "method", [name for name, method in METHODS.items() if not method.looks_at_layer]
+    "method",
+    [name for name, each in METHODS.items() if not each.looks_at_layer and each.stand_in is None],
 )
 def test_a_method_says_of_itself_what_it_promises(method: str) -> None:
     torch.manual_seed(0)

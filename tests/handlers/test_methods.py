@@ -16,7 +16,12 @@ from modelyard.handlers.explain.attribute.attribution import (
 )
 from modelyard.handlers.explain.attribute.methods import METHODS
 
-WITHOUT_LAYER = [name for name, method in METHODS.items() if not method.looks_at_layer]
+WITHOUT_LAYER = [
+    name
+    for name, method in METHODS.items()
+    if not method.looks_at_layer and method.stand_in is None
+]
+"""Those that ask any function."""
 WEIGHTS = torch.tensor([2.0, -3.0, 0.5], dtype=torch.float64)
 X, BASELINE = [1.0, 2.0, 4.0], [0.5, 0.0, 1.0]
 

@@ -230,6 +230,10 @@ def test_columns_of_a_category_are_one_feature(initialized: Initialized, method:
     (answer,) = handler.explain([{"body": body}], context)
     # age + 2 · income − smoker of the network, for red, green and smoker
     assert answer["features"] == pytest.approx({"colour": 2.0, "smoker": -1.0}, abs=1e-6)
+    context.reset(["a"], queries=[{"method": method, "target": "0", "errors": "true"}])
+    if method in ("kernel_shap", "integrated_gradients"):
+        (answer,) = handler.explain([{"body": body}], context)
+        assert answer["feature_errors"] == pytest.approx({"colour": 0, "smoker": 0}, abs=1e-5)
     if method != "integrated_gradients":
         assert answer["attributions"] == pytest.approx([1.0, 1.0, -1.0], abs=1e-6)
     with pytest.raises(BadInput, match='colour is "blue"; expected one of red, green'):
@@ -244,6 +248,26 @@ def test_features_of_a_group_are_one(initialized: Initialized, method: str) -> N
     slopes = method == "saliency"
     expected = {"place": 1 + 1, "age": 2} if slopes else {"place": 3 - 1, "age": 2 * 1.0}
     assert answer["features"] == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("features", "means"),
+    [
+        (FEATURES, "the average row, but 0 for smoker"),
+        ([*FEATURES[:2], {"name": "b", "mean": 0.0}], "the average row"),
+        ([*CATEGORIES[:1], {"name": "b", "mean": 1.0}], "the average row, without a category"),
+        ([{"name": each} for each in "abc"], "0 for every number"),
+        ([{"name": each, "std": 2.0} for each in "abc"], "0 for every number"),
+    ],
+)
+def test_zeros_of_the_model_are_named_as_what_they_are(
+    initialized: Initialized, features: Any, means: str
+) -> None:
+    handler, context = initialized(features)
+    row = [0.0 if "one_hot" not in each and "values" not in each else "red" for each in features]
+    row = ["yes" if "values" in each else value for each, value in zip(features, row, strict=True)]
+    (answer,) = handler.explain([{"body": row}], context)
+    assert (answer["baseline"], answer["baseline_means"]) == ("zero", means)
 
 
 @pytest.mark.parametrize("baseline", ["black", "noise", "pad"])
@@ -299,7 +323,7 @@ def test_a_row_is_drawn_as_a_way_from_the_baseline(initialized: Initialized) -> 
     for said in (
         "Why “&lt;i&gt;buys&lt;/i&gt;”?",
         "Why “leaves”?",
-        "logit from 0 (baseline zero) to 4: +5 for, −1 against",
+        "logit from 0 (baseline zero: the average row, but 0 for smoker) to 4: +5 for, −1 against",
         "income <b>5000.0</b>",
         "no feature changes this output",
     ):

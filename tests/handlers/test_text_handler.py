@@ -349,6 +349,9 @@ def test_pieces_of_a_word_say_so(initialized: Initialized) -> None:
     handler, context = initialized()
     (answer,) = handler.explain([{"body": "good bad!"}], context)
     assert [token["word"] for token in answer["tokens"]] == [None, 0, 1, 2, None]
+    assert [each["word"] for each in answer["words"]] == ["[CLS]", "good", "bad", "!", "[SEP]"]
+    shares = [each["attribution"] for each in answer["words"]]
+    assert shares == pytest.approx([each["attribution"] for each in answer["tokens"]])
 
 
 def test_texts_of_different_length_need_a_mask(initialized: Initialized) -> None:

@@ -385,7 +385,8 @@ def test_the_gallery_is_drawn_anew(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(DIGITS.parents[1])},
     )
     assert ran.returncode == 0, ran.stderr
-    assert {file.stem for file in (tmp_path / "gallery").iterdir()} >= set(METHODS)
+    of_scans = {name for name, method in METHODS.items() if method.stand_in is None}
+    assert {file.stem for file in (tmp_path / "gallery").iterdir()} >= of_scans
 
 
 EXACT: dict[str, tuple[list[float], list[float]]] = {

@@ -1,7 +1,7 @@
 """Integrated gradients: one output as a function of the inputs → each value's share in it."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from modelyard.handlers.errors import NoGradients
-from modelyard.handlers.models.backends import Output
+from modelyard.handlers.models.backends import Output, main_output, type_name
 
 MAX_STEPS = 270
 DEFAULT_TOLERANCE = 0.05
@@ -139,6 +139,9 @@ class Attribution:
     sides: Tensor | None = None
     """(M, 2) float64: what speaks for the target and what speaks against it, each added up, where
     these are not the sums of the values."""
+    set_error: Tensor | None = None
+    """(M,): of a set of baselines, how far the mean over them is off that over all that they are
+    drawn from, as a share of the norm; NaN of a single one."""
 
     hidden: Tensor | None = None
     """(M,) float64: what the output changes by on the way beyond what the gradients allow."""
@@ -173,7 +176,7 @@ class Attribution:
             _rows(self.errors, row),
             None if self.rounding is None else self.rounding[row],
             *(None if each is None else each[row]
-              for each in (self.sides, self.hidden, self.path_delta)),
+              for each in (self.sides, self.set_error, self.hidden, self.path_delta)),
         )  # fmt: skip
 
 
@@ -235,16 +238,23 @@ def evaluate(
     return torch.cat(found)
 
 
-def outputs_of(output: Output) -> Tensor:
-    """Return the first output as (N, K) or with more dimensions.
+def outputs_of(output: Output, names: Sequence[str] = ()) -> Tensor:
+    """Return the first output of real numbers as (N, K) or with more dimensions.
+
+    Args:
+        output: output of a call.
+        names: names of the outputs, for the message.
 
     Raises:
-        NoGradients: it holds no real numbers.
+        NoGradients: none holds real numbers.
     """
-    first = output if isinstance(output, Tensor) else output[0]
-    if not first.is_floating_point():
-        raise NoGradients(f"the output is {first.dtype}; only real-valued ones can be explained")
-    return first.unsqueeze(1) if first.dim() == 1 else first
+    found = main_output(output)
+    if not found.is_floating_point():
+        every = (output,) if isinstance(output, Tensor) else output
+        named = zip(names, every, strict=True) if len(names) == len(every) else enumerate(every)
+        gives = ", ".join(f"{name}:{type_name(each)}" for name, each in named)
+        raise NoGradients(f"the model gives {gives}; only real-valued outputs can be explained")
+    return found.unsqueeze(1) if found.dim() == 1 else found
 
 
 def softmax_of(outputs: Tensor) -> Tensor | None:

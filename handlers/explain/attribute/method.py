@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from modelyard.archiver.explanations import Asked, Explanations
+from modelyard.archiver.ranges import Range
 from modelyard.handlers.explain.attribute.attribution import (
     Attribution,
     AttributionRequest,
@@ -15,7 +16,12 @@ from modelyard.handlers.explain.attribute.attribution import (
 from modelyard.handlers.explain.attribute.cut import Cut
 from modelyard.handlers.models.backends import Artifact
 
+if TYPE_CHECKING:
+    from modelyard.handlers.explain.request.targets import ExplainedModel
+
 Shapes = tuple[tuple[int, ...], ...]
+
+StandIn = Callable[["ExplainedModel"], "ExplainedModel"]
 
 Groups = Sequence[Tensor | None]
 """Number of the group that each value of an input is of, (*S) int64 from 0 in their order: words,
@@ -63,6 +69,31 @@ class Method:
     """Every value of a window has what belongs to the window as a whole."""
     is_random: bool = False
     """Runs for each request by itself, so that its seed alone decides over the answer."""
+    takes_sets: bool = False
+    """Explains a mean over baselines, of which there may be several."""
+    stand_in: StandIn | None = None
+    """Returns what it explains of a model; it is given the `artifact` of that."""
+    suits: Callable[[Artifact, str | None], bool] | None = None
+    """Whether an output by its name, of an artifact without gradients, is explained by it unless a
+    request names another method."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A feature of a row, and what it could be."""
+
+    name: str
+    start: int
+    """The first of its columns in the model's input (N, F)."""
+    end: int
+    value: Any = None
+    """The value that was sent; None for the number in its column."""
+    texts: Sequence[str] = ()
+    """All that a category can be."""
+    range: Range | None = None
+    """Where its number lies in the reference."""
+    encode: Callable[[Any], Sequence[float]] = lambda value: (value,)
+    """A value → its columns."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +110,12 @@ class Result:
     windows: Windows
     """The least ones that could be, for methods without windows."""
     seed: int
+    version: "ExplainedModel"
+    """The model that predicts."""
+    row: int
+    """Index of the request in its batch."""
+    against: Any = None
+    """The target that it is compared with."""
 
 
 class Measurement(NamedTuple):

@@ -164,7 +164,8 @@ def chart(bars: Sequence[Bar], answer: words.Answer | None) -> Chart:
     ends = np.cumsum([answer["f_baseline"], *(bar.value for bar in bars)]).tolist()
     place = _scale(min(ends), max(ends))
     steps = [Step(bar, place(ends[at]), place(ends[at + 1])) for at, bar in enumerate(bars)]
-    begin = (f"baseline {answer['baseline']}", answer["f_baseline"])
+    name = answer.get("baseline_means") or f"baseline {answer['baseline']}"
+    begin = (name, answer["f_baseline"])
     return Chart(steps, place(ends[0]), (begin, ("this input", answer["f_input"])))
 
 

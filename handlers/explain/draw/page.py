@@ -42,7 +42,19 @@ POLICY = (
 )
 """Nothing is loaded, and nothing runs but the one script: a browser holds the page to that."""
 
-_NOT_SETTINGS = frozenset({"warnings", "tokens", "features", "values", "attributions", "errors"})
+_NOT_SETTINGS = frozenset(
+    {
+        "warnings",
+        "change",
+        "tokens",
+        "words",
+        "features",
+        "feature_errors",
+        "values",
+        "attributions",
+        "errors",
+    }
+)
 
 
 @dataclass(frozen=True)

@@ -193,6 +193,7 @@ class ExplainOptions:
     format: Literal["json", "png", "html", "overlay", "npy"] = "json"
     check: bool = False
     quality: bool = False
+    change: bool = False
     given: frozenset[str] = field(default=frozenset(), compare=False)
     """The names that the request gave a value."""
 
@@ -243,7 +244,10 @@ def gather_options(query: Mapping[str, str], row: Row) -> tuple[dict[str, str], 
 
 
 def parse_options(
-    given: Mapping[str, str], accept: str | None = None, formats: Sequence[str] = ("json", "png")
+    given: Mapping[str, str],
+    accept: str | None = None,
+    formats: Sequence[str] = ("json", "png"),
+    method: str | None = None,
 ) -> ExplainOptions:
     """Read one request's options.
 
@@ -251,6 +255,7 @@ def parse_options(
         given: name → value, as a query has them.
         accept: the Accept header, which chooses the format where `given` does not.
         formats: those of `MEDIA_TYPES` that the handler can answer in.
+        method: the method where `given` does not say it.
 
     Raises:
         BadInput: an unknown option, one that does not apply, or a value outside its limits, which
@@ -260,6 +265,7 @@ def parse_options(
     values.setdefault("format", preferred_format(accept or "", formats))
     if values["format"] not in formats:
         raise BadInput(f'format is "{values["format"]}"; expected one of {", ".join(formats)}')
+    values.setdefault("method", method or ExplainOptions.method)
     options = ExplainOptions(**values, given=frozenset(given))
     _check_applies(options)
     return options

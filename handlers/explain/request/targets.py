@@ -16,6 +16,7 @@ from modelyard.handlers.explain.attribute.attribution import (
     ranges_of,
     softmax_of,
 )
+from modelyard.handlers.explain.attribute.method import Choice
 from modelyard.handlers.explain.request.options import MOST_TARGETS, ExplainOptions, Region
 from modelyard.handlers.models.backends import Artifact, Output
 from modelyard.handlers.proof.agree import Rule
@@ -112,6 +113,10 @@ class ExplainedModel:
     scales: Callable[[Tensor], Tensor] = ranges_of
     """Values of an input (N, *S) → by how much they vary (N, …), which noise is a share of."""
     default_baseline: str = "zero"
+    baseline_means: Callable[[str], str | None] = lambda name: None
+    """Name of a baseline → what it is, in words."""
+    default_set: str | None = None
+    """The baseline of methods that take several rows."""
     embedded: int | None = None
     """Place of the token ids, which are explained where they have become embeddings."""
     between_chunks: Callable[[], None] = field(default=lambda: None)
@@ -122,6 +127,10 @@ class ExplainedModel:
     groups: Callable[[int, torch.Size], Tensor | None] = lambda row, sizes: None
     """Row and shape (*S) of what is explained → the number of the group of each value, from 0 in
     their order: words, categories; None where values have places in dimensions instead."""
+    choices: Callable[[int], Sequence[Choice]] = lambda row: ()
+    """Row → what its features could be changed to."""
+    origin: "ExplainedModel | None" = None
+    """The model that predicts, where this one stands in for it."""
     output_names: tuple[str, ...] = ()
     """Names of the outputs, in the order of a call's; empty where nobody knows."""
     output_name: str | None = None

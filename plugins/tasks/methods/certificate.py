@@ -304,7 +304,7 @@ def _agreement(handler: "BaseHandler", one: Answered) -> tuple[float, ...]:
     kept[len(places) + 1 :] = False
     kept[range(len(places)), places] = False
     kept[range(len(places) + 1, 2 * len(places) + 1), places] = True
-    outputs = features.outputs(request, kept)
+    outputs = features.outputs(request, kept).mean(1)
     without, within = outputs[: len(places) + 1], outputs[len(places) + 1 :]
     falls = (without[-1] - without[:-1]) + (within[:-1] - within[-1])
     return _rank_correlation(one.scores(one.maps), falls), float(len(places))

@@ -39,32 +39,35 @@ class Features:
         return tuple(values[mask] for mask in self.masks)
 
     def differing(self, request: AttributionRequest) -> Tensor:
-        """Return the numbers of the features that are not as in the baseline."""
+        """Return the numbers of the features that are not as in every baseline."""
         differs = torch.zeros(self.count, dtype=torch.bool, device=request.device)
-        for end, start, mask in zip(request.inputs, request.baselines, self.masks, strict=True):
-            differs[mask[(end != start)[0]]] = True
+        (starts,) = request.baseline_sets
+        for end, start, mask in zip(request.inputs, starts, self.masks, strict=True):
+            differs[mask[(end != start).any(0)]] = True
         return differs.nonzero().flatten()
 
     def outputs(self, request: AttributionRequest, kept: Tensor) -> Tensor:
-        """Return the output (R,) float64 where only some features are as in the input.
+        """Return the output (R, B) float64 where only some features are as in the input.
 
         Args:
-            request: request of one explanation; the others are as in its baseline.
+            request: request of one explanation; the others are as in each of its B baselines.
             kept: (R, F) bool.
         """
+        (starts,) = request.baseline_sets
+        count = len(starts[0])
         found = []
-        for chunk in chunks(len(kept), request.chunk_rows):
+        every = torch.arange(len(kept) * count, device=request.device)
+        for chunk in chunks(len(every), request.chunk_rows):
             request.between_chunks()
+            at = every[chunk]
+            inside = kept[at // count]
             points = tuple(
-                end.where(kept[chunk][:, mask], start)
-                for end, start, mask in zip(
-                    request.inputs, request.baselines, self.masks, strict=True
-                )
+                end.where(inside[:, mask], start[at % count])
+                for end, start, mask in zip(request.inputs, starts, self.masks, strict=True)
             )
-            rows = torch.zeros(len(points[0]), dtype=torch.int64, device=request.device)
             with torch.no_grad():
-                found.append(request.forward(points, rows).double())
-        return torch.cat(found)
+                found.append(request.forward(points, torch.zeros_like(at)).double())
+        return torch.cat(found).view(-1, count)
 
 
 def features_of(inputs: Tensors, shapes: Shapes, groups: Groups = ()) -> Features:

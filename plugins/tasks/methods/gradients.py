@@ -255,5 +255,10 @@ SALIENCY = Method(saliency, multiplies=False, has_signs=False)
 INPUT_X_GRADIENT = Method(input_x_gradient)
 SMOOTHGRAD = Method(smoothgrad, (*DRAWS, "noise"), multiplies=False, is_random=True)
 GRADIENT_SHAP = Method(
-    gradient_shap, (*DRAWS, "noise"), uses_baseline=True, adds_up=True, is_random=True
+    gradient_shap,
+    (*DRAWS, "noise"),
+    uses_baseline=True,
+    adds_up=True,
+    is_random=True,
+    takes_sets=True,
 )

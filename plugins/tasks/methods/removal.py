@@ -125,7 +125,7 @@ def check_of(request: AttributionRequest, features: Features, scores: Tensor, se
     kept = torch.ones((len(sets), features.count), dtype=torch.bool, device=request.device)
     for row, each in enumerate(sets):
         kept[row, each] = False
-    top, *others = (request.f_input.double() - features.outputs(request, kept)).tolist()
+    top, *others = (request.f_input.double() - features.outputs(request, kept).mean(1)).tolist()
     return Check(removed, count, top, float(np.mean(others)), float(np.std(others, ddof=1)))
 
 
@@ -146,7 +146,7 @@ def curves_of(request: AttributionRequest, features: Features, scores: Tensor) -
         without[row, first] = False
         only[row, order] = False
         only[row, first] = True
-    outputs = features.outputs(request, torch.cat((without, only))).tolist()
+    outputs = features.outputs(request, torch.cat((without, only))).mean(1).tolist()
     return Curves(shares, outputs[: len(shares)], outputs[len(shares) :])
 
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from modelyard.handlers.errors import BadInput
 from modelyard.handlers.explain.attribute.attribution import (
@@ -27,6 +28,9 @@ from modelyard.plugins.tasks.methods.gradients import DRAWS, enough
 LEAST_BUDGET = 1024
 """Least budget of kernel_shap, where nobody said one: all sets of ten features."""
 
+MAX_POINTS = 100_000
+"""Sets times baselines that one explanation may ask about."""
+
 Bools = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float64]
 
@@ -38,10 +42,14 @@ class Shapley(NamedTuple):
     """(M,)"""
     errors: Floats | None
     """(M,) standard errors, 0 where every set was asked about; None where too few were drawn."""
+    each: Floats
+    """(M, B) the values by each of the baselines, whose mean the values are."""
 
 
 class Game:
     """M players, of which any set has a worth; sets are asked about once, with all the others.
+
+    A worth is the mean over B baselines.
 
     A set and its complement are a pair: of the two worths only the difference matters to Shapley
     values, which are the weighted regression of these differences on who is in (Lundberg and Lee
@@ -50,21 +58,21 @@ class Game:
     """
 
     def __init__(
-        self, players: int, worth: Callable[[Bools], Floats], total: float, seed: int
+        self, players: int, worth: Callable[[Bools], Floats], total: Floats, seed: int
     ) -> None:
         """Take what a game is made of.
 
         Args:
             players: two or more.
-            worth: sets (R, M), true for who is in → (R,).
-            total: the worth of all players less that of none.
+            worth: sets (R, M), true for who is in → (R, B).
+            total: (B,) the worth of all players less that of none.
             seed: seed of the draws.
         """
         self.players = players
         self.worth = worth
         self.total = total
         self.seed = seed
-        self.known: dict[bytes, float] = {}
+        self.known: dict[bytes, Floats] = {}
         """Packed set → its worth less that of its complement."""
         self._sizes: dict[int, tuple[Iterator[Bools], list[Bools]]] = {}
 
@@ -124,7 +132,7 @@ class Game:
         return np.concatenate(weights), np.concatenate(left)
 
     def _regress(self, sets: Bools, differences: Floats, weights: Floats, left: Floats) -> Shapley:
-        """Fit signs @ values to the differences, so that the values add up to the total."""
+        """Fit signs @ values to the differences (P, B), so that values add up to the total."""
         signs = 2.0 * sets - 1.0
         count = self.players
         # The Lagrangian of the constrained fit; its inverse takes the right side to the values.
@@ -133,24 +141,25 @@ class Game:
         scale = float(np.trace(system)) / count
         system[:count, count] = system[count, :count] = scale
         inverse = np.linalg.inv(system)
-        right = signs.T @ (weights * differences)
-        values: Floats = inverse[:count, :count] @ right + inverse[:count, count] * (
-            scale * self.total
+        right = signs.T @ (weights[:, None] * differences)
+        each = inverse[:count, :count] @ right + np.outer(
+            inverse[:count, count], scale * self.total
         )
+        values = each.mean(1)
         drawn = left > 0
         number = int(drawn.sum())
         if not number:
             all_known = len(sets) == self.pairs
-            return Shapley(values, np.zeros(count) if all_known else None)
+            return Shapley(values, np.zeros(count) if all_known else None, each)
         if number == 1:
-            return Shapley(values, None)
+            return Shapley(values, None, each)
         # How far each drawn pair pulls at the values; one that has its own way is pulled back.
         pulls = signs[drawn] @ inverse[:count, :count] * weights[drawn, None]
         hold = (pulls * signs[drawn]).sum(1).clip(max=1 - 1e-9)
-        pulls *= ((differences - signs @ values)[drawn] / (1 - hold))[:, None]
+        pulls *= ((differences.mean(1) - signs @ values)[drawn] / (1 - hold))[:, None]
         pulls -= pulls.mean(0)
-        spread = (left[drawn, None] * pulls**2).sum(0) * number / (number - 1)
-        return Shapley(values, np.sqrt(spread))
+        squares = (left[drawn, None] * pulls**2).sum(0) * number / (number - 1)
+        return Shapley(values, np.sqrt(squares), each)
 
     def _differences(self, sets: Bools) -> Floats:
         """Return worth less that of the complement, asking about what is not known yet."""
@@ -159,7 +168,7 @@ class Game:
         if new:
             asked = sets[new]
             inside, outside = np.split(self.worth(np.concatenate([asked, ~asked])), 2)
-            self.known |= zip([keys[at] for at in new], (inside - outside).tolist(), strict=True)
+            self.known |= zip([keys[at] for at in new], inside - outside, strict=True)
         return np.array([self.known[key] for key in keys])
 
     def _sets(self, size: int, count: int) -> Bools:
@@ -209,6 +218,19 @@ def _shares(masses: list[float]) -> Floats:
     return np.array(masses) / (sum(masses) or 1.0)
 
 
+def set_error(each: Floats) -> Tensor:
+    """Return how far the mean over B baselines is off that of all they are drawn from; NaN of one.
+
+    The norm of the standard errors as a share of that of the values, (1,).
+
+    Args:
+        each: (M, B) values by each of the baselines.
+    """
+    count, size = each.shape[1], float(np.linalg.norm(each.mean(1)))
+    off = float(np.linalg.norm(each.std(1, ddof=1))) if count > 1 else math.nan
+    return torch.tensor([off / math.sqrt(count) / size if size else 0.0])
+
+
 def kernel_shap(
     request: AttributionRequest,
     *,
@@ -223,7 +245,8 @@ def kernel_shap(
     """Return the Shapley values of features, each shared evenly among the values of its feature.
 
     Features that equal the baseline take no part and get 0. All sets of the others are asked about
-    where they fit into the budget; else sets are drawn, each with its complement.
+    where they fit into the budget; else sets are drawn, each with its complement. Of several
+    baselines the worth of a set is the mean over them, as each of them has what is not in it.
 
     Args:
         request: request of one explanation.
@@ -243,8 +266,11 @@ def kernel_shap(
     players = coalitions.players
     first = 4 * players + 200
     budget = n_samples or max_samples or max(first, LEAST_BUDGET)
+    rows = len(coalitions.total)
+    budget = min(budget, MAX_POINTS // rows) if n_samples is None else budget
     if players < 2:
-        return coalitions.attribution(np.full(players, coalitions.total), np.zeros(players), 0)
+        each = coalitions.total[None].repeat(players, 0)
+        return coalitions.attribution(Shapley(each.mean(1), np.zeros(players), each), 0)
     game = Game(players, coalitions.worth, coalitions.total, seed)
     if budget < 2 * game.fewest:
         raise BadInput(
@@ -253,10 +279,15 @@ def kernel_shap(
         )
     budget = min(budget, 2 * game.pairs)
     check_evaluations(budget)
+    if budget * rows > MAX_POINTS:
+        raise BadInput(
+            f"n_samples is {budget}, each with {rows} rows of the baseline; expected {MAX_POINTS} "
+            "points at most: fewer n_samples, or a shorter file"
+        )
     is_open = n_samples is None and budget < 2 * game.pairs
     sets = min(first, budget) if is_open else budget
     while True:
-        found = coalitions.attribution(*game.solve(sets // 2), 2 * len(game.known))
+        found = coalitions.attribution(game.solve(sets // 2), 2 * len(game.known))
         error = None if found.error is None else float(found.error)
         if sets >= budget or (error is not None and error <= tolerance):
             return found
@@ -278,7 +309,7 @@ class _Coalitions:
         self.playing = features.differing(request)
         """Features that are not as in the baseline, the players."""
         ends = np.array([[True], [False]]).repeat(self.players, 1)
-        whole, none = self.worth(ends).tolist()
+        whole, none = self.worth(ends)
         self.total = whole - none
 
     @property
@@ -287,7 +318,7 @@ class _Coalitions:
         return len(self.playing)
 
     def worth(self, sets: Bools) -> Floats:
-        """Return the output for each set of players (R, M), true for who is in."""
+        """Return the outputs (R, B) for each set of players (R, M), true for who is in."""
         found = []
         for chunk in chunks(len(sets), self.request.chunk_rows):
             inside = torch.from_numpy(sets[chunk]).to(self.request.device)
@@ -296,12 +327,13 @@ class _Coalitions:
             found.append(self.features.outputs(self.request, kept))
         return torch.cat(found).cpu().numpy()
 
-    def attribution(self, values: Floats, errors: Floats | None, sets: int) -> Attribution:
+    def attribution(self, found: Shapley, sets: int) -> Attribution:
         """Give each value its even share of what its feature has."""
         return Attribution(
-            self._spread(values),
-            torch.tensor([sets], device=self.request.device),
-            None if errors is None else self._spread(errors),
+            self._spread(found.values),
+            torch.tensor([sets * len(self.total)], device=self.request.device),
+            None if found.errors is None else self._spread(found.errors),
+            set_error=set_error(found.each),
         )
 
     def _spread(self, values: Floats) -> Tensors:
@@ -322,4 +354,5 @@ KERNEL_SHAP = Method(
     adds_up=True,
     needs_windows=True,
     is_random=True,
+    takes_sets=True,
 )

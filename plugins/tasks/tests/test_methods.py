@@ -63,6 +63,49 @@ def test_all_sets_of_ten_features_are_exact(shapley_of_ten: Tensor) -> None:
         assert float(error_of(found)) == 0.0
 
 
+def drawn_set(seed: int, features: int, count: int = 20) -> list[list[float]]:
+    generator = torch.Generator().manual_seed(seed)
+    starts: list[list[float]] = torch.rand(count, features, generator=generator).tolist()
+    return starts
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_of_a_set_of_baselines_the_worth_is_the_mean(seed: int) -> None:
+    """The mean of what each of them gives alone; how far that is off depends on how many."""
+    starts = drawn_set(seed, 10)
+    together = run(ask(of_ten, [1.0] * 10, starts), "kernel_shap")
+    alone = [
+        run(ask(of_ten, [1.0] * 10, [each]), "kernel_shap").attributions[0][0] for each in starts
+    ]
+    each = torch.stack(alone)
+    assert torch.allclose(together.attributions[0][0], each.mean(0), rtol=0, atol=1e-12)
+    assert float(error_of(together)) == 0.0
+    assert together.n_steps.tolist() == [1022 * 20]
+    off = (each.std(0) / 20**0.5).norm() / each.mean(0).norm()
+    assert together.set_error is not None
+    assert float(together.set_error) == pytest.approx(float(off))
+
+
+def test_a_feature_that_is_as_in_one_of_the_baselines_plays() -> None:
+    found = run(ask(linear, X, [X, [0.0, X[1], 0.0]]), "kernel_shap").attributions[0][0]
+    assert found.tolist() == pytest.approx([1.0, 0.0, 1.0])
+
+
+@pytest.mark.parametrize("n_samples", [200, 500])
+def test_fewer_sets_of_several_baselines_are_within_their_standard_error(n_samples: int) -> None:
+    starts = drawn_set(0, 10)
+    truth = run(ask(of_ten, [1.0] * 10, starts), "kernel_shap").attributions[0][0]
+    found = [
+        run(ask(of_ten, [1.0] * 10, starts), "kernel_shap", n_samples=n_samples, seed=seed)
+        for seed in range(12)
+    ]
+    off = torch.stack([each.attributions[0][0] - truth for each in found]).abs()
+    errors = torch.stack([each.errors[0][0] for each in found if each.errors])
+    assert 0.87 < float((off < 2 * errors).double().mean()) < 0.995
+    with pytest.raises(BadInput, match="each with 20 rows of the baseline; expected 100000 points"):
+        run(ask(lambda x: x.prod(1), X * 6, drawn_set(0, 18)), "kernel_shap", n_samples=6000)
+
+
 @pytest.mark.parametrize("n_samples", [60, 200, 700])
 def test_fewer_sets_are_within_their_standard_error(shapley_of_ten: Tensor, n_samples: int) -> None:
     request = ask(of_ten, [1.0] * 10, [[0.0] * 10])
