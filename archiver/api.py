@@ -51,6 +51,7 @@ def archive(
     wheels: str | Path | None = None,
     source_folder: str | Path | None = None,
     reference: str | Path | None = None,
+    certificate: bool | None = None,
     archive_format: str = "zip-store",
     sign: str | Path | None = None,
     expires: str | None = None,
@@ -82,6 +83,9 @@ def archive(
             packed for a built-in handler; by default for `auto`, where the export found it.
         reference: JSON list of requests, or a folder of them, whose explanations are what those of
             live predictions are compared with.
+        certificate: measure the explanations on golden requests and on up to 16 rows of the
+            reference, which are packed for that, and write nothing where they miss a bound. Absent,
+            it is tried where there are four golden requests; False leaves it out.
         archive_format: `zip-store`, a zip without compression, `tgz`, NAME.tar.gz, or
             `no-archive`, a folder.
         sign: file of a private key, of `modelyard keygen`.
@@ -111,6 +115,7 @@ def archive(
         wheels_dir=_path(wheels),
         source_folder=_path(source_folder),
         reference=_path(reference),
+        certificate=certificate,
         archive_format=archive_format,
         dry_run=dry_run,
         key=key,

@@ -79,6 +79,9 @@ def archive(
     wheels: Annotated[_File, _option("wheels")] = None,
     source_folder: Annotated[_File, _option("source_folder", "--from", metavar="FOLDER")] = None,
     reference: Annotated[_File, _option("reference", metavar="FILE")] = None,
+    certificate: Annotated[
+        bool | None, _option("certificate", "--certificate/--no-certificate")
+    ] = None,
     archive_format: Annotated[Format, _option("archive_format")] = Format.default,
     sign: Annotated[
         _File, _option("sign", metavar="KEY_FILE", more=" Default: $MODELYARD_SIGNING_KEY.")
@@ -94,6 +97,7 @@ def archive(
     """
     # Here, as in every command: `--help` does not wait for what it does not use.
     from modelyard.archiver.collect import ArchiveRequest, plan_archive
+    from modelyard.archiver.explanations import Explanations, to_json
     from modelyard.archiver.signing import read_expiry, read_signing_key
     from modelyard.archiver.write import write_plan
 
@@ -103,6 +107,7 @@ def archive(
         request = ArchiveRequest(
             name, version, artifact, handler, explain_with, _paths(extra_files or []), config_file,
             example or [], requirements, wheels, source_folder, reference,
+            certificate,
         )  # fmt: skip
         plan = plan_archive(request)
         for warning in plan.warnings:
@@ -120,7 +125,7 @@ def archive(
             )
     if packed.warning:
         print(f"warning: {packed.warning}", file=sys.stderr)
-    files = [vars(file) for file in packed.files]
+    files, found = [vars(file) for file in packed.files], packed.explanations
     if as_json:
         described = {
             "archive": str(packed.path),
@@ -131,12 +136,17 @@ def archive(
             "files": files,
             "warnings": [*plan.warnings, *filter(None, [packed.warning])],
             "coverage": packed.coverage,
+            "explanations": found if isinstance(found, str) else to_json(found),
         }
         print(json.dumps(described, indent=2))
     else:
         _print_files(files, "role")
         for line in filter(None, (plan.choice, packed.coverage)):
             print(line)
+        if isinstance(found, Explanations):
+            _print_columns(list(found.rows()))
+        if found and (isinstance(found, str) or found.problems):
+            print(f"no certificate of explanations{f': {found}' if isinstance(found, str) else ''}")
         print(f"{packed.path}: {len(files)} files, digest {packed.digest}")
 
 

@@ -6,23 +6,33 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from modelyard.archiver.alternatives import difference
 from modelyard.archiver.choose import AUTO, LABELS, Choice, choose
 from modelyard.archiver.entry_point import EntryPoint, parse_handler
 from modelyard.archiver.errors import CannotArchive, WrongUsage
-from modelyard.archiver.example import TOLERANCE, parse_example
+from modelyard.archiver.example import TOLERANCE, content_type, parse_example
+from modelyard.archiver.explanations import (
+    MOST,
+    ROWS_BYTES,
+    ROWS_FOLDER,
+    Asked,
+    parse_explanations,
+    spread,
+)
 from modelyard.archiver.handler_files import LABELS_FILE
 from modelyard.archiver.labels import doubled_labels
 from modelyard.archiver.manifest import ARCHIVER_VERSION, Explain, Golden, Manifest, Seal
 from modelyard.archiver.model_config import keys_without_effect, parse_model_config, unknown_keys
+from modelyard.archiver.reference import read_requests
 from modelyard.archiver.report import Report, read_report
 from modelyard.archiver.requirements import Resolved, resolve
 from modelyard.archiver.source_checks import source_warnings
 from modelyard.archiver.untrusted.container import MAX_ENTRIES
 from modelyard.archiver.untrusted.json import format_json
 from modelyard.archiver.untrusted.names import (
+    EXPLANATIONS_NAME,
     LOCK_NAME,
     MANIFEST_NAME,
     REFERENCE_NAME,
@@ -99,6 +109,10 @@ class Plan:
     """Golden requests whose expected answer the dry run records; its part is still missing."""
     reference: Path | None = None
     """Requests whose reasons the dry run averages; that part is still missing too."""
+    explained: tuple[Asked, ...] = ()
+    """Requests whose explanations the dry run measures."""
+    certificate: bool | None = None
+    """Whether it has to give a certificate of them; None leaves that to what it sees."""
 
     def read(self, name: str) -> bytes:
         """Return the content of a part.
@@ -120,10 +134,13 @@ class Plan:
         """Return the plan with what the dry run answered; its files must stay what they were.
 
         Args:
-            answers: files of golden answers and of the reference, by name.
+            answers: files of golden answers, of the reference and of explanations, by name.
             digests: SHA-256 of every file that the dry run saw, by name.
             identities: identities of the same files, from before they were read.
         """
+        looked_at: set[str] = set()
+        if certificate := answers.get(EXPLANATIONS_NAME):
+            looked_at = {each.file for each in parse_explanations(certificate).requests}
         parts = [
             replace(
                 part,
@@ -133,10 +150,11 @@ class Plan:
             )
             for part in self.parts
             if part.name not in answers
+            and (part.name in looked_at or not part.name.startswith(ROWS_FOLDER))
         ]
+        roles = {REFERENCE_NAME: "reference", EXPLANATIONS_NAME: "certificate of explanations"}
         parts += [
-            Part(name, data, "reference" if name == REFERENCE_NAME else "golden answer")
-            for name, data in answers.items()
+            Part(name, data, roles.get(name, "golden answer")) for name, data in answers.items()
         ]
         return replace(self, parts=_sorted(parts), unanswered=(), reference=None)
 
@@ -174,6 +192,10 @@ class ArchiveRequest:
     reference: Path | None = None
     """Requests whose explanations are what live ones are compared with: a JSON list of bodies, or a
     folder of files; needs the dry run."""
+    certificate: bool | None = None
+    """Whether explanations are measured in the dry run, on golden requests and on rows of the
+    reference, which are packed for that; None does so on golden requests alone, where there are
+    enough."""
 
 
 def plan_archive(request: ArchiveRequest) -> Plan:
@@ -208,6 +230,7 @@ def plan_archive(request: ArchiveRequest) -> Plan:
     collector.check_labels(is_own=entry_point is None or entry_point.file is not None)
     golden = collector.add_examples(request.examples)
     collector.set_reference(request.reference)
+    explained = collector.add_explained(golden, request)
     resolved = collector.add_requirements(request.requirements_file, request.wheels_dir)
     created = collector.attempt(created_on)
     parts = collector.checked_parts()
@@ -235,7 +258,10 @@ def plan_archive(request: ArchiveRequest) -> Plan:
     sources = source_warnings(names, _python_sources(parts), resolved.pins)
     warnings = (*collector.warnings, *sources)
     unanswered = tuple(collector.unanswered)
-    return Plan(manifest, parts, warnings, choice, unanswered, request.reference)
+    return Plan(
+        manifest, parts, warnings, choice, unanswered, request.reference, explained,
+        request.certificate,
+    )  # fmt: skip
 
 
 def _name(file: Path | None) -> str | None:
@@ -410,6 +436,25 @@ class _Collector:
             self.problems.append(f"reference {reference}: there is no such file or folder")
         self.reference = reference
 
+    def add_explained(self, golden: Sequence[Golden], request: ArchiveRequest) -> tuple[Asked, ...]:
+        """Return the requests whose explanations are measured; rows of the reference are packed."""
+        if request.certificate is False:
+            return ()
+        found = [Asked(each.request, each.content_type) for each in golden[:MOST]]
+        if request.certificate and request.reference and request.reference.exists():
+            rows, left = _rows(request.reference), ROWS_BYTES
+            for at in spread(len(rows), MOST - len(found)):
+                name, body = rows[at]
+                is_file = isinstance(body, bytearray)
+                data = bytes(body) if is_file else format_json(body)
+                left -= len(data)
+                if left < 0:
+                    break
+                kind = content_type(name if is_file else "row.json")
+                found.append(Asked(f"{ROWS_FOLDER}/{len(found)}.request", kind))
+                self.parts.append(Part(found[-1].file, data, "explained request"))
+        return tuple(found)
+
     def add_requirements(self, file: Path | None, wheels_dir: Path | None) -> Resolved:
         """Pin the handler's requirements; pack them as given, as pinned, and their wheels."""
         nothing = Resolved((), ())
@@ -433,7 +478,7 @@ class _Collector:
             if problem := file_name_problem(part.name):
                 self.problems.append(f"{part.role} {quoted(part.name)}: {problem}")
         later = [golden.expected for golden in self.unanswered] + [SBOM_NAME, MANIFEST_NAME]
-        later += [REFERENCE_NAME] if self.reference else []
+        later += [EXPLANATIONS_NAME, *([REFERENCE_NAME] if self.reference else [])]
         for problem in collisions([*(part.name for part in self.parts), *later]):
             self.problems.append(f"{problem}: all files lie in one folder; rename one")
         most = MAX_ENTRIES - len(later) - 1  # and a signature
@@ -461,6 +506,13 @@ class _Collector:
         if problem:
             self.problems.append(f"{twin.name} cannot explain {artifact.name}: {problem}")
         return Explain(twin.name, found.path.name)
+
+
+def _rows(reference: Path) -> Sequence[tuple[str, Any]]:
+    """Return the requests of a reference; what is wrong with it, the dry run says."""
+    with contextlib.suppress(ValueError, OSError):
+        return list(read_requests(reference))
+    return ()
 
 
 def _sorted(parts: Iterable[Part]) -> tuple[Part, ...]:

@@ -2,25 +2,40 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from modelyard.archiver.collect import Plan
 from modelyard.archiver.errors import CannotArchive, DoesNotRun
+from modelyard.archiver.explanations import (
+    BUDGET_S,
+    FEWEST,
+    PATIENCE_S,
+    Explanations,
+    format_explanations,
+)
 from modelyard.archiver.proven import describe_repeated, find_other_versions
 from modelyard.archiver.replay import GoldenResult, replay
 from modelyard.archiver.untrusted.json import format_json, parse_json
-from modelyard.archiver.untrusted.names import REFERENCE_NAME
+from modelyard.archiver.untrusted.names import EXPLANATIONS_NAME, REFERENCE_NAME
 from modelyard.archiver.verify import find_pair
 
 
-def rehearse(plan: Plan, folder: Path) -> tuple[Mapping[str, bytes], str, str]:
-    """Load the plan's files, which lie in `folder`, as a worker does, and replay the examples.
+class Rehearsal(NamedTuple):
+    """What came of a dry run."""
 
-    Returns:
-        The golden answers' files → what is expected, and what the model read and gave; and
-        the file of the reference, where requests for it were given. Then what was repeated where
-        the artifact was proven on other versions: its parity with its twin too. Last, which changes
-        of the pipeline the golden requests would notice.
+    answers: Mapping[str, bytes]
+    """The golden answers' files → what is expected, and what the model read and gave; and the files
+    of the reference and of the certificate of explanations, where there are such."""
+    repeated: str
+    """What was repeated where the artifact was proven on other versions: its parity too."""
+    coverage: str
+    """Which changes of the pipeline the golden requests would notice."""
+    explanations: Explanations | str
+    """What was measured of explanations, or why nothing was; empty where nobody would ask."""
+
+
+def rehearse(plan: Plan, folder: Path) -> Rehearsal:
+    """Load the plan's files, which lie in `folder`, as a worker does, and replay the examples.
 
     Raises:
         CannotArchive: the archive does not load, or answers something else than expected; the
@@ -35,6 +50,8 @@ def rehearse(plan: Plan, folder: Path) -> tuple[Mapping[str, bytes], str, str]:
             unanswered=plan.unanswered,
             pair=find_pair(plan.manifest, plan.read) if moved else None,
             reference=plan.reference,
+            explained=plan.explained if len(plan.explained) >= FEWEST else (),
+            budget_s=PATIENCE_S if plan.certificate else BUDGET_S,
             doubts=True,
         )
     except DoesNotRun as error:
@@ -42,6 +59,10 @@ def rehearse(plan: Plan, folder: Path) -> tuple[Mapping[str, bytes], str, str]:
     problems = [_problem(plan, result) for result in outcome.golden if result.difference]
     if outcome.parity:
         problems += outcome.parity.differences
+    explanations = outcome.explained or _too_few(plan)
+    missed = explanations.problems if isinstance(explanations, Explanations) else (explanations,)
+    if plan.certificate:
+        problems += [f"no certificate of explanations: {each}" for each in missed]
     if problems:
         raise CannotArchive(summary, problems)
     answers = {
@@ -50,9 +71,19 @@ def rehearse(plan: Plan, folder: Path) -> tuple[Mapping[str, bytes], str, str]:
     }
     if outcome.reference:
         answers[REFERENCE_NAME] = outcome.reference
+    if isinstance(explanations, Explanations) and not missed:
+        answers[EXPLANATIONS_NAME] = format_explanations(explanations)
     golden = len(outcome.golden) - len(plan.unanswered)
     repeated = describe_repeated(golden, outcome.parity.cases if outcome.parity else 0)
-    return answers, repeated, describe_coverage(outcome.coverage)
+    return Rehearsal(answers, repeated, describe_coverage(outcome.coverage), explanations)
+
+
+def _too_few(plan: Plan) -> str:
+    """Return why no explanation is measured; empty where nothing could be explained anyway."""
+    if plan.certificate is False or not (plan.explained or plan.reference):
+        return ""
+    more = "--certificate packs some of --reference" if plan.reference else "add --example FILE"
+    return f"{FEWEST} requests are needed, there are {len(plan.explained)} ({more})"
 
 
 def describe_coverage(coverage: Mapping[str, str]) -> str:

@@ -16,8 +16,9 @@ neither classes nor floors.
 import math
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from modelyard.archiver.ranges import Range, read_ranges
@@ -263,3 +264,24 @@ def _read_group(fields: Fields, parts: int) -> Group:
 def _counts(text: Any) -> list[int]:
     is_text = isinstance(text, str) and _COUNTS.fullmatch(text)
     return list(map(int, text.split())) if is_text else []
+
+
+def read_requests(place: Path) -> Iterator[tuple[str, Any]]:
+    """Yield a name and a body for each request: of a JSON list, or of a folder of files.
+
+    Raises:
+        ValueError: a file that is not a list of bodies; it is named.
+    """
+    files = sorted(each for each in place.rglob("*") if each.is_file()) or [place]
+    for file in files:
+        content = bytearray(file.read_bytes())
+        if file.suffix != ".json":
+            yield file.name, content
+            continue
+        try:
+            rows = parse_json(content)
+        except ValueError as error:
+            raise ValueError(f"{file.name} is not JSON: {error}") from error
+        if not isinstance(rows, list) or not rows:
+            raise ValueError(f"{file.name} holds no list; expected request bodies in one")
+        yield from ((f"{file.name}[{at}]", row) for at, row in enumerate(rows))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from modelyard.archiver.errors import ArchiveError, DoesNotRun
+from modelyard.archiver.explanations import Asked, Explanations, from_json
 from modelyard.archiver.manifest import Golden, Manifest
 from modelyard.archiver.untrusted.names import MANIFEST_NAME
 from modelyard.base.exits import describe_exit
@@ -74,6 +75,8 @@ class Replay:
     """Change of the pipeline → what an example must have to notice it; empty where one does."""
     reference: bytes | None = None
     """The file of `archiver.reference`, where requests for it were given."""
+    explained: Explanations | str | None = None
+    """What was measured of explanations, or why nothing was; None where nobody asked."""
     lacking: tuple[str, ...] = ()
     """Walls that did not stand around it."""
 
@@ -85,6 +88,8 @@ def replay(
     unanswered: Sequence[Golden] | None = None,
     pair: Pair | None = None,
     reference: Path | None = None,
+    explained: Sequence[Asked] = (),
+    budget_s: float | None = None,
     device: str = "auto",
     doubts: bool = False,
 ) -> Replay:
@@ -99,6 +104,8 @@ def replay(
             this is given, what the model reads and gives is recorded of all.
         pair: two artifacts to compare on seeded inputs.
         reference: requests whose reasons are averaged.
+        explained: requests whose explanations are measured.
+        budget_s: time that this may take; as long as it takes without.
         doubts: whether to end where nothing says what the model's numbers are.
         device: auto, cpu, cuda or cuda:N.
 
@@ -117,6 +124,9 @@ def replay(
         "record": unanswered is not None,
         "parity": asdict(pair) if pair else None,
         "reference": str(reference.absolute()) if reference else None,
+        "explained": {"requests": [each._asdict() for each in explained], "budget_s": budget_s}
+        if explained
+        else None,
         "doubts": doubts,
     }
     result = _run_child(task)
@@ -131,8 +141,13 @@ def replay(
         parity=ParityResult(pair, **result["parity"]) if pair else None,
         coverage=result.get("coverage", {}),
         reference=result["reference"].encode() if reference else None,
+        explained=_explained(result["explained"]) if explained else None,
         lacking=tuple(result["lacking"]),
     )
+
+
+def _explained(found: Any) -> Explanations | str:
+    return found if isinstance(found, str) else from_json(found)
 
 
 def _load_message(folder: Path, manifest: Manifest, device: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from modelyard.archiver.errors import ArchiveError, DoesNotRun
+from modelyard.archiver.explanations import Explanations, parse_explanations
 from modelyard.archiver.manifest import Manifest
 from modelyard.archiver.proven import describe_repeated, find_other_versions, find_unproven
 from modelyard.archiver.read import Archive
@@ -14,7 +15,7 @@ from modelyard.archiver.replay import UNPACKED, Pair, ParityResult, Replay, repl
 from modelyard.archiver.report import ceiling, parse_report
 from modelyard.archiver.signing import find_signer
 from modelyard.archiver.untrusted.json import parse_json
-from modelyard.archiver.untrusted.names import SIGNING_NAME
+from modelyard.archiver.untrusted.names import EXPLANATIONS_NAME, SIGNING_NAME
 
 if TYPE_CHECKING:
     from modelyard.archiver.signing import Trust
@@ -135,12 +136,19 @@ def find_pair(manifest: Manifest, read: Callable[[str], bytes]) -> Pair | None:
 
 
 def _run(archive: Archive, device: str) -> Iterator[Check]:
+    stated = None
     try:
+        if EXPLANATIONS_NAME in archive.names:
+            stated = parse_explanations(archive.read(EXPLANATIONS_NAME))
         pair = find_pair(archive.manifest, archive.read)
         with tempfile.TemporaryDirectory(prefix="modelyard-") as name:
             folder = Path(name) / UNPACKED
             archive.unpack(folder)
-            outcome = replay(folder, archive.manifest, pair=pair, device=device)
+            asked = stated.requests if stated else ()
+            outcome = replay(folder, archive.manifest, pair=pair, explained=asked, device=device)
+    except ValueError as error:
+        yield Check("explanations", "cannot be read", f"{EXPLANATIONS_NAME}: {error}")
+        return
     except DoesNotRun as error:
         yield Check("loading", "failed", str(error))
         return
@@ -160,11 +168,23 @@ def _run(archive: Archive, device: str) -> Iterator[Check]:
         yield Check("parity", "nothing to compare: the archive holds no two artifacts")
     else:
         yield _parity_check(outcome.parity)
+    if stated is not None:
+        yield _explanations_check(stated, outcome.explained)
     if other := find_other_versions(archive.manifest, archive.read):
         yield Check("proof", f"{other}; {_describe(outcome)}")
     if own := [name for name in archive.names if name.endswith(CODE)]:
         shown = ", ".join(own[:3]) + (f" and {len(own) - 3} more" if len(own) > 3 else "")
         yield Check("code", f"{shown} ran in the process that compares: believe whoever wrote it")
+
+
+def _explanations_check(stated: Explanations, again: Explanations | str | None) -> Check:
+    if not isinstance(again, Explanations):
+        return Check("explanations", "not measured", f"nothing was measured: {again}")
+    if problem := stated.difference(again):
+        return Check("explanations", "differ", f"the certificate does not hold: {problem}")
+    names = ", ".join(each.name for each in again.measured)
+    missing = "".join(f"; {name} not measured" for name in again.not_measured)
+    return Check("explanations", f"hold on {len(again.requests)} requests: {names}{missing}")
 
 
 def _describe(outcome: Replay) -> str:

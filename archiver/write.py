@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from modelyard.archiver.collect import ArchiveRequest, Part, Plan, plan_archive
 from modelyard.archiver.digest import Digest, DigestedFile
-from modelyard.archiver.dry_run import rehearse
+from modelyard.archiver.dry_run import Rehearsal, rehearse
 from modelyard.archiver.errors import ArchiveExists, CannotArchive
+from modelyard.archiver.explanations import Explanations
 from modelyard.archiver.manifest import (
     MAX_MANIFEST_BYTES,
     Manifest,
@@ -56,6 +57,8 @@ class Packed:
     """How it does on versions that nobody has proven, where those are other ones than here."""
     coverage: str = ""
     """Which changes of its pipeline golden requests would notice; empty where none was tried."""
+    explanations: Explanations | str = ""
+    """What was measured of its explanations, or why nothing was."""
 
 
 def write_archive(
@@ -129,13 +132,18 @@ def write_plan(
             f"cannot archive {plan.manifest.model_name}: --reference is explained in the dry run; "
             "leave out --no-dry-run"
         )
-    runs, repeated, coverage = 2 if dry_run else 1, "nothing was run", ""
+    if plan.certificate and not dry_run:
+        raise CannotArchive(
+            f"cannot archive {plan.manifest.model_name}: --certificate is measured in the dry run; "
+            "leave out --no-dry-run"
+        )
+    runs, rehearsal = 2 if dry_run else 1, Rehearsal({}, "nothing was run", "", "")
     meter = _Meter(progress, runs * sum(part.size_bytes for part in plan.parts))
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
         _refuse_existing(target, force)
         if dry_run:
-            plan, repeated, coverage = _rehearsed(plan, output_dir, meter)
+            plan, rehearsal = _rehearsed(plan, output_dir, meter)
         with _replacing(target, plan, archive_format) as writer:
             files = _pack(plan, writer, meter, key, expires)
             _refuse_existing(target, force)
@@ -143,7 +151,8 @@ def write_plan(
         raise CannotArchive(f"cannot write {target}: {error.strerror or error}") from error
     digest = next(file.sha256 for file in files if file.name == names.MANIFEST_NAME)
     other = find_other_versions(plan.manifest, plan.read)
-    return Packed(target, digest, files, f"{other}; {repeated}" if other else "", coverage)
+    warning = f"{other}; {rehearsal.repeated}" if other else ""
+    return Packed(target, digest, files, warning, rehearsal.coverage, rehearsal.explanations)
 
 
 class _Meter:
@@ -158,16 +167,16 @@ class _Meter:
             self._progress(self._done, self._total)
 
 
-def _rehearsed(plan: Plan, output_dir: Path, meter: _Meter) -> tuple[Plan, str, str]:
-    """Run the archive as a folder beside its target; return what `rehearse` gives, in the plan."""
+def _rehearsed(plan: Plan, output_dir: Path, meter: _Meter) -> tuple[Plan, Rehearsal]:
+    """Run the archive as a folder beside its target; return the plan with what came of it."""
     staging = output_dir / f".{plan.manifest.model_name}.{secrets.token_hex(8)}.tmp"
     staging.mkdir(mode=0o700)
     identities = {part.name: part.identity for part in plan.parts}
     try:
         files = _pack(plan, FolderWriter(staging / UNPACKED), meter, None)
-        answers, repeated, coverage = rehearse(plan, staging / UNPACKED)
+        rehearsal = rehearse(plan, staging / UNPACKED)
         digests = {file.name: file.sha256 for file in files}
-        return plan.rehearsed(answers, digests, identities), repeated, coverage
+        return plan.rehearsed(rehearsal.answers, digests, identities), rehearsal
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 

@@ -6,6 +6,7 @@
 | `modelyard.tasks` | handler that archives may name → its class |
 | `modelyard.methods` | attribution method → its `Method` |
 | `modelyard.measures` | option of an explanation that asks how good it is → its `Measure` |
+| `modelyard.certifiers` | `explanations` → what measures those of an archive, a `Certifier` |
 | `modelyard.exports` | `generate` → what makes a decoder's module of a model (`exporter/trip.py`) |
 | `modelyard.faces` | another way in → a `Face` of the server |
 | `modelyard.observers` | what looks on → an `Observer` of the server |

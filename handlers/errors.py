@@ -4,6 +4,7 @@ HandlerError
 ├── BadInput              the client's request cannot be used          → 400
 ├── NoGradients           the model cannot be explained this way       → 400
 ├── TwinDiffers           the artifact and what explains it give different answers
+├── NotMeasured           something that cannot be asked about an archive's explanations
 ├── InputMismatch         tensors that the artifact does not take (also a ValueError)
 ├── LoadError             a worker cannot load this archive
 │   ├── NoEntryPoint      an archive without a usable handler (also a ValueError)
@@ -33,6 +34,10 @@ class NoGradients(HandlerError):
 
 class TwinDiffers(HandlerError):
     """Artifact and twin differ on an input by more than their reports allow."""
+
+
+class NotMeasured(HandlerError):
+    """What cannot be asked about an archive's explanations; the message is why, a phrase."""
 
 
 class InputMismatch(HandlerError, ValueError):

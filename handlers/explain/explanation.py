@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ from modelyard.handlers.explain.attribute.memory import (
     gradient_rows,
     most_rows,
 )
-from modelyard.handlers.explain.attribute.method import Method, Result, StandIn, Windows
+from modelyard.handlers.explain.attribute.method import Measure, Method, Result, StandIn, Windows
 from modelyard.handlers.explain.attribute.methods import MEASURES, METHODS
 from modelyard.handlers.explain.attribute.trace import SIGMAS
 from modelyard.handlers.explain.request.options import ExplainOptions
@@ -228,9 +229,18 @@ class _Split:
 
 
 def explain_batch(
-    version: ExplainedModel, inputs: Tensors, options: Sequence[ExplainOptions]
+    version: ExplainedModel,
+    inputs: Tensors,
+    options: Sequence[ExplainOptions],
+    further: Mapping[str, Measure] = MappingProxyType({}),
 ) -> list[list[Explanation]]:
     """Explain inputs, (N, *S) each; requests that ask for the same share passes.
+
+    Args:
+        version: version that is explained.
+        inputs: inputs of the requests.
+        options: options of each.
+        further: measures that are made of every explanation, beside those that its options ask for.
 
     Returns:
         For each request one explanation per output and target that it asks for.
@@ -248,7 +258,8 @@ def explain_batch(
     for (name, stand_in), rows in groups.items():
         part = version.at_output(name) if name else version
         part = replace(stand_in(part), origin=part) if stand_in else part
-        each = _explain_output(part, tuple(tensor[rows] for tensor in inputs), options, rows)
+        own = tuple(tensor[rows] for tensor in inputs)
+        each = _explain_output(part, own, options, rows, further)
         found |= zip([(name, row) for row in rows], each, strict=True)
     return [
         [each for name in option.output_name for each in found[name, row]]
@@ -261,6 +272,7 @@ def _explain_output(
     inputs: Tensors,
     every_option: Sequence[ExplainOptions],
     rows: Sequence[int],
+    further: Mapping[str, Measure],
 ) -> list[list[Explanation]]:
     """Explain one output, for some rows of the batch; inputs are theirs alone."""
     options = [every_option[row] for row in rows]
@@ -275,6 +287,7 @@ def _explain_output(
             [options[at] for at in group],
             [targets[at] for at in group],
             [rows[at] for at in group],
+            further,
         )
         found |= zip(group, each, strict=True)
     return [found[at] for at in range(len(rows))]
@@ -283,7 +296,7 @@ def _explain_output(
 def _explain_alike(
     version: ExplainedModel, inputs: Tensors, predicted: Tensor,
     every_option: Sequence[ExplainOptions], targets: Sequence[Sequence[Target]],
-    rows: Sequence[int],
+    rows: Sequence[int], further: Mapping[str, Measure],
 ) -> list[list[Explanation]]:  # fmt: skip
     """Explain requests whose options lead to the same call of a method.
 
@@ -294,6 +307,7 @@ def _explain_alike(
         every_option: options of each request.
         targets: targets of each request.
         rows: which requests of the whole batch these are.
+        further: measures as of `explain_batch`.
     """
     options = every_option[0]
     method = METHODS[options.method]
@@ -327,7 +341,8 @@ def _explain_alike(
         numbers = _numbers(part, attributions[at], float(served[at]), options)
         numbers["warnings"] += _about_baseline(baseline, *starts[row])
         measures = {}
-        for name in (name for name in MEASURES if getattr(options, name)):
+        wanted = {name: each for name, each in MEASURES.items() if getattr(options, name)}
+        for name, measure in {**wanted, **further}.items():
             own = settings | (vars(windows[at]) if method.needs_windows else {})
             own |= _fixed(method, numbers["n_steps"])
             result = Result(
@@ -341,7 +356,7 @@ def _explain_alike(
                 rows[row],
                 target.against,
             )
-            measures[name], warnings = MEASURES[name](result)
+            measures[name], warnings = measure(result)
             numbers["warnings"] += warnings
         found[row].append(
             Explanation(

@@ -10,6 +10,8 @@ The archiver has it run, for a dry run before an archive is written and to verif
                   "parity": {"artifact": file, "twin": file, "report": file, "twin_report": file}
                             or null,
                   "reference": path of the requests whose reasons are averaged, or null,
+                  "explained": {"requests": [{"file": …, "content_type": …}, …], "budget_s": …}
+                               of the requests whose explanations are measured, or null,
                   "doubts": whether to end where nothing says what the model's numbers are}
     result.json  {"device": …, "lacking": [name of a wall that does not stand, …],
                   "golden": [{"answer": …, "difference": text or null,
@@ -17,14 +19,15 @@ The archiver has it run, for a dry run before an archive is written and to verif
                   "parity": {"cases": count, "summary": text, "differences": [text, …]} or null,
                   "coverage": {change of the pipeline: what an example that notices it must have,
                                "" where one does}, where it was recorded,
-                  "reference": the content of `archiver.reference`'s file, where there is a path}
+                  "reference": the content of `archiver.reference`'s file, where there is a path,
+                  "explained": the content of `archiver.explanations`' file, or why there is none}
                  or {"error": why the archive does not load}
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,8 +36,7 @@ from typing import Any
 import numpy as np
 
 from modelyard.archiver.ranges import ranges_of
-from modelyard.archiver.reference import format_reference, make_reference
-from modelyard.archiver.untrusted.json import parse_json
+from modelyard.archiver.reference import format_reference, make_reference, read_requests
 from modelyard.base.answers import differences, pair_up
 from modelyard.handlers.errors import HandlerError, LoadError
 from modelyard.serve.worker import load
@@ -75,6 +77,10 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
         result["coverage"] = _cover(service, task["golden"][:MOST_TRIED], golden)
     if task.get("reference"):
         result["reference"] = _explain_reference(service, Path(task["reference"]))
+    if task.get("explained"):
+        from modelyard.serve.worker.explained import measure  # and torch, which it needs
+
+        result["explained"] = measure(service, task["explained"])
     if task["parity"]:
         from modelyard.serve.worker.parity import compare  # and torch, which it needs
 
@@ -90,37 +96,18 @@ def _explain_reference(service: load.Service, place: Path) -> str:
     """
     rows: list[Any] = []
     numbers: list[Mapping[str, float]] = []
-    for name, body in _read_requests(place):
-        service.context.reset([name])
-        try:
-            rows += service.shares([{"body": body}], service.context)
-            if service.handler is not None:
-                numbers.append(service.handler.numbers({"body": body}))
-        except HandlerError as error:
-            raise LoadError(f"--reference: {name} cannot be explained: {error}") from error
     try:
+        for name, body in read_requests(place):
+            service.context.reset([name])
+            try:
+                rows += service.shares([{"body": body}], service.context)
+                if service.handler is not None:
+                    numbers.append(service.handler.numbers({"body": body}))
+            except HandlerError as error:
+                raise LoadError(f"--reference: {name} cannot be explained: {error}") from error
         return format_reference(replace(make_reference(rows), ranges=ranges_of(numbers))).decode()
     except ValueError as error:
-        raise LoadError(f"--reference: {place.name}: {error}") from error
-
-
-def _read_requests(place: Path) -> Iterator[tuple[str, Any]]:
-    """Yield a name and a body for each request."""
-    files = sorted(each for each in place.rglob("*") if each.is_file()) or [place]
-    for file in files:
-        content = bytearray(file.read_bytes())
-        if file.suffix != ".json":
-            yield file.name, content
-            continue
-        try:
-            rows = parse_json(content)
-        except ValueError as error:
-            raise LoadError(f"--reference: {file.name} is not JSON: {error}") from error
-        if not isinstance(rows, list) or not rows:
-            raise LoadError(
-                f"--reference: {file.name} holds no list; expected request bodies in one"
-            )
-        yield from ((f"{file.name}[{at}]", row) for at, row in enumerate(rows))
+        raise LoadError(f"--reference: {error}") from error
 
 
 def _batch_size(task: dict[str, Any]) -> int:

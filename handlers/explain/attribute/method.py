@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from modelyard.archiver.explanations import Asked, Explanations
 from modelyard.archiver.ranges import Range
 from modelyard.handlers.explain.attribute.attribution import (
     Attribution,
@@ -138,3 +139,29 @@ class Measure(Protocol):
 def group_of(groups: Groups, which: int) -> Tensor | None:
     """Return the groups of one of the inputs, None where its values stand alone."""
     return groups[which] if groups else None
+
+
+@dataclass(frozen=True)
+class AskedRequest:
+    """A request of an archive, whose explanation is to be judged."""
+
+    asked: Asked
+    explain: Callable[[Mapping[str, str]], Any]
+    """Options → what the archive answers, as JSON has it, by the handler's own `explain`.
+
+    It raises `BadInput` where that is an error."""
+    inputs: Callable[[], Tensors]
+    """Has the handler make what the model takes, so that it knows the request as its latest."""
+
+
+class Certifier(Protocol):
+    """Measures the explanations of an archive; registered under `modelyard.certifiers`."""
+
+    def __call__(
+        self, handler: Any, requests: Sequence[AskedRequest], budget_s: float
+    ) -> Explanations:
+        """Look at as many of the requests as there is time for.
+
+        Raises:
+            NotMeasured: nothing can be said; the message is a phrase that gives the reason.
+        """

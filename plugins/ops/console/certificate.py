@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from modelyard.archiver.errors import ArchiveError, NotTrusted
+from modelyard.archiver.explanations import MAX_BYTES, Explanations, parse_explanations
 from modelyard.archiver.manifest import Golden
 from modelyard.archiver.read import Archive
 from modelyard.archiver.report import Report, parse_report
 from modelyard.archiver.signing import Trust, claimed_key, find_signer
 from modelyard.archiver.untrusted.json import Fields, parse_json
-from modelyard.archiver.untrusted.names import SBOM_NAME, SIGNING_NAME
+from modelyard.archiver.untrusted.names import EXPLANATIONS_NAME, SBOM_NAME, SIGNING_NAME
 
 MOST_GOLDEN = 50
 """Golden requests that are shown."""
@@ -86,6 +87,8 @@ class Certificate:
     signer: Signer
     components: tuple[Component, ...]
     component_count: int
+    explanations: Explanations | None = None
+    """What was measured of its explanations; None where it has no certificate of them."""
     problems: tuple[str, ...] = field(default=())
     """What could not be read, a sentence each."""
 
@@ -119,6 +122,7 @@ def read_certificate(archive: Archive, trust: Trust | None = None) -> Certificat
         signer=_signer(archive, trust),
         components=components,
         component_count=count,
+        explanations=_explanations(archive, sizes, problems),
         problems=tuple(problems),
     )
 
@@ -134,6 +138,17 @@ def _report(
     except ArchiveError as error:
         problems.append(str(error))
         return None
+
+
+def _explanations(
+    archive: Archive, sizes: Mapping[str, int], problems: list[str]
+) -> Explanations | None:
+    if sizes.get(EXPLANATIONS_NAME, MAX_BYTES + 1) <= MAX_BYTES:
+        try:
+            return parse_explanations(archive.read(EXPLANATIONS_NAME))
+        except ValueError as error:
+            problems.append(f"{EXPLANATIONS_NAME}: {error}")
+    return None
 
 
 def _golden(

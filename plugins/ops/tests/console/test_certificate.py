@@ -11,7 +11,12 @@ import pytest
 
 from modelyard.archiver import open_archive, write_archive
 from modelyard.archiver.signing import generate_keys, read_signing_key, read_trusted_keys
-from modelyard.archiver.untrusted.names import MANIFEST_NAME, SBOM_NAME, SIGNING_NAME
+from modelyard.archiver.untrusted.names import (
+    EXPLANATIONS_NAME,
+    MANIFEST_NAME,
+    SBOM_NAME,
+    SIGNING_NAME,
+)
 from modelyard.plugins.ops.console import certificate
 from modelyard.plugins.ops.console.certificate import Certificate, read_certificate
 
@@ -152,3 +157,36 @@ def test_no_more_is_kept_than_can_be_shown(
 ) -> None:
     monkeypatch.setattr(certificate, limit, value)
     assert seen(read(archive))
+
+
+STATED = {
+    "method": "integrated_gradients",
+    "requests": [{"file": f"MAR-INF/golden/{n}.request", "content_type": "a/b"} for n in range(4)],
+    "measured": [{"name": "error", "text": "4 of 4", "value": 1, "limit": 0.75, "is_most": False}],
+    "not_measured": {"randomised layer": "<b>no gradients"},
+}
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (json.dumps(STATED), None),
+        ("{}", "measured: expected a list, found nothing"),
+        ("[" * 9, "not JSON"),
+    ],
+)
+def test_the_certificate_of_explanations_is_read(
+    archive: Path, content: str, problem: str | None
+) -> None:
+    def change(files: dict[str, bytes]) -> None:
+        files[EXPLANATIONS_NAME] = content.encode()
+        manifest = json.loads(files[MANIFEST_NAME])
+        manifest["modelyard"]["digests"][EXPLANATIONS_NAME] = ""
+        files[MANIFEST_NAME] = json.dumps(manifest).encode()
+
+    found = read(rewrite(archive, change))
+    if problem is None:
+        assert found.problems == () and found.explanations is not None
+        assert found.explanations.measured[0].needed == "at least 0.75"
+    else:
+        assert found.explanations is None and problem in "; ".join(found.problems)
