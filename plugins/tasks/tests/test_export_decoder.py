@@ -123,7 +123,7 @@ def test_the_report_proves_the_cache_and_says_what_ends_a_text(
     assert reports["onnx"].signature.batching is not None
     assert reports["onnx"].signature.batching.batchable
     assert report["parity"]["verdict"] == "agrees"
-    assert report["parity"]["sizes"]["past"] == [1, 32]
+    assert {1, 32} < {*report["parity"]["sizes"]["past"]}
     found = report["details"]["generation"]
     assert found.pop("max_abs") < 1e-5
     assert found == {
