@@ -29,7 +29,11 @@ def ask(make_context: MakeContext, scans: list[bytes]) -> Callable[..., Any]:
 @pytest.mark.parametrize(
     "query",
     [
-        *({"method": name} | (LAYER if method.cut else {}) for name, method in METHODS.items()),
+        *(
+            {"method": name} | (LAYER if method.cut else {})
+            for name, method in METHODS.items()
+            if method.suits is None
+        ),
         {"target": "top-3"},
         {"target": "7", "against": "1", "output": "logit", "errors": "true"},
         {"check": "true", "quality": "true", "aggregate": "sum"},
