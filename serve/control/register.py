@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable
@@ -28,6 +29,8 @@ from modelyard.serve.errors import (
 )
 from modelyard.serve.policy import Policy
 
+GARBAGE_S = 1.0
+"""Time after which what a version leaves behind is collected: 2 ms where few models are served."""
 logger = logging.getLogger(__name__)
 
 
@@ -353,6 +356,9 @@ class Lifecycle:
         if forgets_metrics:
             model.metrics.remove()
         await asyncio.to_thread(self._builder.sandbox.forget, model.folder)
+        # Once this has returned, which refers to it: its pools, batchers and workers are cycles,
+        # and the server seldom looks for those (`GARBAGE`).
+        asyncio.get_running_loop().call_later(GARBAGE_S, gc.collect)
 
     def save(self) -> None:
         """Remember what is registered.

@@ -404,6 +404,7 @@ class Worker(asyncio.BufferedProtocol):
     def connection_lost(self, error: Exception | None) -> None:
         """End the process, if it still runs; how it ended decides over what it held."""
         self._share.close()
+        self._buffer = memoryview(b"")  # the rest stays until Python looks for cycles
         self.is_ready = False
         assert self._process is not None
         if self._has_exited:

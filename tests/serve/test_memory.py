@@ -6,11 +6,14 @@ import asyncio
 import os
 import subprocess
 import sys
+import time
 
+import psutil
 import pytest
 
 from modelyard.serve import memory
 from modelyard.serve.memory import GROWN_BYTES, Memory, resident_bytes
+from tests.serve.live import LiveServer, build_archive
 
 
 def test_what_is_freed_between_used_blocks_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,3 +65,21 @@ def test_what_is_freed_is_kept_for_the_next_bodies() -> None:
     assert faults("leave") > 5000  # each page of each body, again and again
     assert faults("keep") < 500
     assert faults("keep", MALLOC_TRIM_THRESHOLD_="131072") > 5000  # as the operator says
+
+
+@pytest.mark.slow
+def test_models_that_were_removed_leave_nothing(shared_server: LiveServer) -> None:
+    """The pools and workers of one are cycles, 0.3 MB of them, which Python looks for seldom."""
+    build_archive(shared_server.store, "echo", name="guest")
+    server = psutil.Process(shared_server.pid)
+
+    def grown_by(rounds: int) -> int:
+        before = server.memory_info().rss
+        for _ in range(rounds):
+            shared_server.register_all("guest.mar", initial_workers=1, synchronous=True)
+            assert shared_server.management.delete("/models/guest").status_code == 200
+        time.sleep(2)
+        return int(server.memory_info().rss) - before
+
+    grown_by(10)
+    assert grown_by(60) < 3_000_000
