@@ -14,7 +14,7 @@ from itertools import product
 from typing import Any
 
 import torch
-from sympy import Integer
+from sympy import Integer  # type: ignore[import-untyped]
 from torch.utils._sympy.printers import PythonPrinter
 
 from modelyard.archiver.signature import Dim, Signature

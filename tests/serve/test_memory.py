@@ -79,7 +79,8 @@ def test_models_that_were_removed_leave_nothing(shared_server: LiveServer) -> No
             shared_server.register_all("guest.mar", initial_workers=1, synchronous=True)
             assert shared_server.management.delete("/models/guest").status_code == 200
         time.sleep(2)
-        return int(server.memory_info().rss) - before
+        grown: int = server.memory_info().rss - before
+        return grown
 
     grown_by(10)
     assert grown_by(60) < 3_000_000
