@@ -430,8 +430,8 @@ def replaced(table: dict[Any, Any], entries: Mapping[Any, Any]) -> Iterator[None
 def open_program(path: Path, trust: bool = False) -> nn.Module:
     """Return a program's module, which takes one tensor per input, by place, and can be in eval().
 
-    Its own check of its inputs is left out: it refuses a batch of one where torch took its lower
-    limit of two for granted. What is proven is what the program computes.
+    What it takes for granted of sizes is asked in each call; where that is nothing, its check of
+    its inputs is left out. What is proven is what the program computes.
 
     Raises:
         CheckpointError: loading it could run code, or this torch cannot load it.
@@ -441,7 +441,7 @@ def open_program(path: Path, trust: bool = False) -> nn.Module:
     except UnsafeProgram as error:
         raise CheckpointError(str(error)) from error
     free_names(program)
-    module = program.module(check_guards=False)
+    module = program.module(check_guards=bool(program._guards_code))
     assert isinstance(module, GraphModule)
     for name in ("train", "eval"):  # replaced by ones that only raise
         vars(module).pop(name, None)

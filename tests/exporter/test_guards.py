@@ -11,6 +11,8 @@ from torch.nn.functional import pad
 
 from modelyard.exporter import export
 from modelyard.exporter.errors import ExportError
+from modelyard.handlers.errors import InputMismatch
+from modelyard.handlers.models.backends import open_artifact
 
 Step = Callable[[Tensor], Tensor]
 LENGTHS = "x:float32[batch=1..3,length=3..40,4]"
@@ -91,3 +93,17 @@ def test_what_a_size_chooses_is_not_certified(step: str, tmp_path: Path) -> None
 def test_a_guard_that_chooses_nothing_is_no_obstacle(step: str, tmp_path: Path) -> None:
     exported(step, tmp_path)
     assert (tmp_path / "net.pt2").exists()
+
+
+def test_a_program_of_somebody_else_keeps_what_it_takes_for_granted(tmp_path: Path) -> None:
+    """Its file says where it does not hold; whoever writes it in another format is told."""
+    dims = ({0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC},)
+    program = torch.export.export(Net("one length"), (torch.rand(5, 11, 4),), dynamic_shapes=dims)
+    torch.export.save(program, tmp_path / "net.pt2")
+    with pytest.raises(ExportError, match=r"Guard failed: x\.size\(\)\[1\] != 16"):
+        export(tmp_path / "net.pt2", None, [LENGTHS], output_dir=tmp_path / "out", formats=["onnx"])
+    short = "x:float32[batch=1..3,length=3..15,4]"
+    export(tmp_path / "net.pt2", None, [short], output_dir=tmp_path / "out", formats=["onnx"])
+    artifact = open_artifact(tmp_path / "net.pt2", "pt2")
+    with pytest.raises(InputMismatch, match="do not go together"):
+        artifact(torch.rand(2, 16, 4))
