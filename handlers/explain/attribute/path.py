@@ -149,12 +149,12 @@ class _Path:
 
     @cached_property
     def _signs(self) -> Tensor:
-        """Random signs of the values (D,), by which they are added up; 1 of a few."""
+        """Random signs of the values (D / SUMS, SUMS), by which they are added up; 1 of a few."""
         sizes = sum(delta[0].numel() for delta in self.deltas)
         random = torch.Generator().manual_seed(0)
         signs = torch.randint(2, (-(-sizes // SUMS) * SUMS,), generator=random).double() * 2 - 1
         signs[sizes:] = 0
-        return signs.to(self.request.device) if sizes > SUMS else signs.abs().to(self.deltas[0])
+        return (signs if sizes > SUMS else signs.abs()).view(-1, SUMS).to(self.request.device)
 
     def _ask(self, row: Tensor, places: Tensor) -> tuple[Tensors, Tensor]:
         """Return gradients (R, *S) at places of rows, and what is kept of each point (R, 5 + K)."""
@@ -177,12 +177,13 @@ class _Path:
         parts = [(each.double() * delta).flatten(1)
                  for each, delta in zip(gradients, deltas, strict=True)]  # fmt: skip
         shares = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
-        signs = self._signs.double()
-        shares = torch.nn.functional.pad(shares, (0, len(signs) - shares.shape[1]))
         facts = torch.stack(
             [row.double(), places.double(), shares.abs().sum(1), outputs.double(), shares.sum(1)], 1
         )
-        return gradients, torch.cat([facts, (shares * signs).view(len(row), -1, SUMS).sum(1)], 1)
+        if (missing := self._signs.numel() - shares.shape[1]) > 0:
+            shares = torch.nn.functional.pad(shares, (0, missing))
+        kept = torch.einsum("rks,ks->rs", shares.view(len(row), -1, SUMS), self._signs)
+        return gradients, torch.cat([facts, kept], 1)
 
     def add(self, rows: Tensor, steps: int, places: Tensor) -> None:
         """Add gradients for `rows` (R,) at new places (A,) of theirs, which then have `steps`."""

@@ -250,7 +250,7 @@ def _error(handler: "BaseHandler", one: Answered) -> tuple[float, ...]:
 def _wanted(handler: "BaseHandler", one: Answered) -> tuple[Tensors, float]:
     """Return what the answer's method should give, and by what share that may be off itself.
 
-    Of methods that are no integral that is what they give again, with another seed.
+    For a method that is not an integral, that is what it gives again with another seed.
     """
     name, request = str(one.answer.get("method")), one.truth.smooth
     if name in INTEGRALS and request is not None and len(request.baseline_sets[0][0]) == 1:

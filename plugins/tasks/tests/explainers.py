@@ -142,7 +142,7 @@ def _wide_error(honest: Honest, data: Any, context: Any) -> dict[str, Any]:
 
 
 def _wrong_target(honest: Honest, data: Any, context: Any) -> dict[str, Any]:
-    """Say openly that it explains another target than the one that is predicted."""
+    """Explain another target than the predicted one, and say so."""
     found = honest.answer(data, context)
     return honest.answer(data, context, target=str((found["target"] + 1) % 2))
 

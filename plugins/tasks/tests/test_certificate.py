@@ -85,7 +85,7 @@ def test_what_cannot_be_judged_gets_none_and_a_reason(
 
 
 def test_an_error_that_is_missed_once_by_far_counts(table: Network) -> None:
-    """Of 16 answers one is broken; by their number it might be chance."""
+    """One answer of 16 is broken, which by the count alone might be chance."""
     count = 0
 
     def explain(honest: Any, data: Any, context: Any) -> dict[str, Any]:

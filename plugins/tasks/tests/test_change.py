@@ -308,7 +308,7 @@ def test_a_row_that_is_predicted_so_needs_no_change() -> None:
 
 
 def test_ranges_of_the_reference_bound_the_change_of_a_table(tmp_path: Path) -> None:
-    """By a handler: in the units of what was sent, numbers scaled and a category of columns."""
+    """They are in the units of what was sent, though the handler scales numbers."""
     shutil.copy(TREES / "scaled.onnx", tmp_path)
     case = CASES["scaled"]
     features = [{"name": f"f{at}", "mean": 1.0, "std": 2.0} for at in range(30)]

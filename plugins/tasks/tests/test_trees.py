@@ -63,7 +63,7 @@ def test_values_are_those_of_shap(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["extra_trees", "xgboost_regressor"])
 def test_sampled_values_of_all_sets_are_those_of_shap(name: str) -> None:
-    """Of ten features all sets are asked about, with each of 20 rows."""
+    """With ten features all sets are asked about, each with 20 rows."""
     case = CASES[name]
     model = model_of(TREES / f"{name}.onnx", rows_of(case, "background"))
     model = replace(model, probabilities=lambda scores: None, is_of_probabilities=False)

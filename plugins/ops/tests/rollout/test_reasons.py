@@ -73,7 +73,7 @@ def test_one_class_alone_may_be_what_leans() -> None:
 
 
 def test_a_candidate_at_the_limit_is_seldom_refused_or_passed_however_often_one_looks() -> None:
-    """Of 100 at 0.1, in one part, 5 at most are expected either way; 13 are beyond chance."""
+    """At most 5 of 100 are expected either way, at 0.1 in one part; 13 would be beyond chance."""
     refused = passed = 0
     for seed in range(100):
         random.seed(seed)
