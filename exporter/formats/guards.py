@@ -20,8 +20,9 @@ from torch.utils._sympy.printers import PythonPrinter
 from modelyard.archiver.signature import Dim, Signature
 from modelyard.handlers.proof.probes import Probe, example_sizes
 
-MOST_SIZES = 512
-"""Sizes, of a dim or of several together, at which a guard is evaluated."""
+MOST_SIZES, MOST_OF_TORCH = 20_000, 512
+"""Sizes, of a dim or of several together, at which a guard of forward() is evaluated, and one that
+torch asks itself, of which there are hundreds: how tensors lie in memory."""
 
 _FOLDERS = re.compile(r"(?<=\()[^()]*/")
 
@@ -50,7 +51,8 @@ class Guards:
             if symbols and symbols <= dims.keys():
                 names = {str(symbol): next(iter(dims[symbol])) for symbol in symbols}
                 guard = _Guard(expression, place, names)
-                sizes = _sizes([dims[symbol] for symbol in symbols])
+                most = MOST_OF_TORCH if guard.is_torchs else MOST_SIZES
+                sizes = _sizes([dims[symbol] for symbol in symbols], most)
                 if broken := [each for each in sizes if not guard.holds(each)]:
                     self._guards.append((guard, broken))
 
@@ -106,21 +108,22 @@ class _Guard:
             return False
 
 
-def _sizes(symbols: Sequence[dict[str, Dim]]) -> Iterator[Sizes]:
+def _sizes(symbols: Sequence[dict[str, Dim]], most: int) -> Iterator[Sizes]:
     """Yield sizes that dims may have together: all, or the ends and some that a seed draws.
 
     Args:
         symbols: dims that have the same size, for each symbol.
+        most: how many of them, at most.
     """
     ranges: dict[tuple[str, ...], list[int]] = {}
     for alike in symbols:
         first, *others = alike.values()
-        some = (*first.sizes()[:MOST_SIZES], *first.sizes()[MOST_SIZES:][-1:])
+        some = (*first.sizes()[:most], *first.sizes()[most:][-1:])
         ranges[tuple(alike)] = [size for size in some if all(size in dim for dim in others)]
     together: Iterable[Sequence[int]] = product(*ranges.values())
-    if math.prod(map(len, ranges.values())) > MOST_SIZES:
+    if math.prod(map(len, ranges.values())) > most:
         draw = random.Random(0).choice
         ends = product(*((sizes[0], sizes[-1]) for sizes in ranges.values()))
-        together = [*ends, *(tuple(map(draw, ranges.values())) for _ in range(MOST_SIZES))]
+        together = [*ends, *(tuple(map(draw, ranges.values())) for _ in range(most))]
     for chosen in together:
         yield {name: size for alike, size in zip(ranges, chosen, strict=True) for name in alike}

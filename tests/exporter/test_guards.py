@@ -89,6 +89,31 @@ def test_what_a_size_chooses_is_not_certified(step: str, tmp_path: Path) -> None
     assert [each.name for each in tmp_path.iterdir()] == ["net.pt"]
 
 
+class Rare(nn.Module):
+    """Two of 3,249 pictures are another way's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(1, 2, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        found = self.layer(x).mean((2, 3))
+        return found + 1 if x.shape[2] * x.shape[3] == 37 * 41 else found
+
+
+def test_a_guard_of_two_sizes_is_evaluated_at_all_of_them(tmp_path: Path) -> None:
+    torch.save(Rare().state_dict(), tmp_path / "net.pt")
+    picture = "x:float32[batch=1..2,1,height=8..64,width=8..64]"
+    with pytest.raises(ExportError, match=r"== 1517|!= 1517"):
+        export(
+            tmp_path / "net.pt",
+            f"{__file__}:Rare",
+            [picture],
+            output_dir=tmp_path,
+            formats=("pt2",),
+        )
+
+
 @pytest.mark.parametrize("step", RIGHT)
 def test_a_guard_that_chooses_nothing_is_no_obstacle(step: str, tmp_path: Path) -> None:
     exported(step, tmp_path)
