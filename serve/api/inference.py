@@ -41,6 +41,7 @@ from modelyard.serve.front.begin import (
 )
 from modelyard.serve.http.application import Answers, Events
 from modelyard.serve.http.connection import RequestResponseCycle
+from modelyard.serve.http.heads import HOLDS_S, Again
 
 KINDS = {"predictions": PREDICT, "explanations": EXPLAIN}
 METHODS = frozenset({"POST", "PUT"})
@@ -271,6 +272,36 @@ class DirectReply(CallReply):
             self._write(status, [*headers, *JSON], whole, write)
         finally:
             stream.close()
+
+    def fail(self, error: Exception, took_s: float, call: Call | None = None) -> None:
+        """Count an error and send it; what its queue refuses for now may be refused again so."""
+        if call is None and isinstance(error, errors.QueueFull | errors.TooLate):
+            self._allow_again(error)
+        super().fail(error, took_s, call)
+
+    def _allow_again(self, error: errors.QueueFull | errors.TooLate) -> None:
+        front, model, kind = self.front, self.model, self.target.kind
+        if self.trace is not None or front.registry.splits or front.observer is not None:
+            return
+        batcher, counts, answers = (
+            model.batchers[kind],
+            model.metrics.kinds[kind],
+            self.calls.answers,
+        )
+        changes = batcher.changes
+        refused = counts.refused_late if isinstance(error, errors.TooLate) else counts.refused_full
+
+        def count() -> None:
+            refused.inc()
+            counts.answered(503, 0.0)
+            answers.count(503)
+
+        self.asked.again = Again(
+            self.asked.connection.waited_s,
+            monotonic() + HOLDS_S,
+            lambda: batcher.changes == changes,
+            count,
+        )
 
     def refuse(self, error: Exception) -> None:
         """Send an error."""

@@ -13,6 +13,7 @@ import json
 import logging
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from modelyard.archiver import ArchiveError
@@ -21,6 +22,7 @@ from modelyard.serve.dataplane.call import Stream, Target
 from modelyard.serve.dataplane.wire import VERSION_HEADER, Payload
 from modelyard.serve.front.begin import REQUEST_ID, Headers, Served, ServerState, request_id
 from modelyard.serve.http.connection import Answer, RequestResponseCycle, write_head
+from modelyard.serve.http.heads import Refusal
 from modelyard.serve.http.site import Cors
 from modelyard.serve.http.tokens import ACTOR, Grants, find_grant, why_checked
 
@@ -228,7 +230,16 @@ class Answers:
         is_read_by_pages = self.cors is not None and self.cors.headers(cycle.headers)
         if is_read_by_pages or not cycle.send_ready(status, id.encode().join(pieces), b""):
             self.send(cycle, *self.error(error, id))
-        elif self._on_status is not None:
+        else:
+            if self._on_status is not None:
+                self._on_status(status)
+            if cycle.again is not None and cycle.keeps_alive:
+                make_id = partial(self.request_id, cycle.headers)
+                cycle.head.refusal = Refusal(cycle.again, make_id, pieces)
+
+    def count(self, status: int) -> None:
+        """Count an answer that somebody else has sent."""
+        if self._on_status is not None:
             self._on_status(status)
 
     def _prepare(

@@ -25,6 +25,7 @@ import psutil
 from modelyard.serve.dataplane.budget import AnswerBudget
 from modelyard.serve.errors import StartError
 from modelyard.serve.http.connection import HAS_PARSER, Accepts, Access, Connection
+from modelyard.serve.http.heads import Heads
 from modelyard.serve.http.site import SiteCheck
 from modelyard.serve.http.tls import TlsContext
 from modelyard.serve.http.turns import Turns
@@ -127,6 +128,7 @@ class Listener:
         self.budget = budget or AnswerBudget()
         self._spares_descriptors = spares_descriptors
         self.connections: set[Connection] = set()
+        self.heads = Heads()
         self._opening: set[asyncio.Task[None]] = set()
         self._room = self.settings.max_connections
         """Connections that there may be: fewer than the limit once descriptors run short."""
