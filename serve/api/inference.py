@@ -281,8 +281,9 @@ class DirectReply(CallReply):
 
     def _allow_again(self, error: errors.QueueFull | errors.TooLate) -> None:
         front, model, kind = self.front, self.model, self.target.kind
-        if self.trace is not None or front.registry.splits or front.observer is not None:
+        if self.trace is not None or front.registry.splits:
             return
+        name, version, observer = model.name, self.target.version, front.observer
         batcher, counts, answers = (
             model.batchers[kind],
             model.metrics.kinds[kind],
@@ -293,6 +294,8 @@ class DirectReply(CallReply):
 
         def count() -> None:
             refused.inc()
+            if observer is not None:
+                observer.accepted(name, version)
             counts.answered(503, 0.0)
             answers.count(503)
 

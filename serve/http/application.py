@@ -233,9 +233,10 @@ class Answers:
         else:
             if self._on_status is not None:
                 self._on_status(status)
-            if cycle.again is not None and cycle.keeps_alive:
+            if cycle.again is not None:
                 make_id = partial(self.request_id, cycle.headers)
-                cycle.head.refusal = Refusal(cycle.again, make_id, pieces)
+                refusal = Refusal(cycle.again, make_id, pieces, status, cycle.sent, stays, served)
+                cycle.connection.heads.refuse(cycle.head, refusal)
 
     def count(self, status: int) -> None:
         """Count an answer that somebody else has sent."""

@@ -24,7 +24,7 @@ from modelyard.serve.dataplane.tracing import trace_id_of
 from modelyard.serve.dataplane.wire import Buffer, Payload
 from modelyard.serve.front.begin import BAD_NAME, BAD_VALUE, Served
 from modelyard.serve.front.begin import Headers as Headers
-from modelyard.serve.http.heads import END, Again, Head
+from modelyard.serve.http.heads import END, Again, Head, Refusal
 
 if TYPE_CHECKING:
     from modelyard.serve.http.listener import Listener
@@ -434,15 +434,34 @@ class RequestResponseCycle:
         if access is None or self.is_logged:
             return
         self.is_logged = True
-        query = b"?" + self.query if self.query else b""
-        target = (self.head.raw_path + query).decode("latin-1")
         took_s = monotonic() - self.began
         access(
             Answered(
-                self.connection.client, self.method, target, status, took_s, self.id, self.sent,
+                self.connection.client, self.method, target_of(self.head), status, took_s, self.id,
+                self.sent,
                 self.served, self.trace_id or trace_id_of(self.headers), self.outcome,
             )
         )  # fmt: skip
+
+
+def target_of(head: Head) -> str:
+    """Return path and query of a request as its client wrote them."""
+    query = b"?" + head.query if head.query else b""
+    return (head.raw_path + query).decode("latin-1")
+
+
+def refuse_again(
+    head: Head, refusal: Refusal, client: tuple[str, int] | None, access: Access | None
+) -> bytes:
+    """Count one more refusal, and return its answer."""
+    refusal.again.note()
+    id = refusal.make_id()
+    if access is not None:
+        access(
+            Answered(client, head.method, target_of(head), refusal.status, 0.0, id, refusal.size,
+                     refusal.served, trace_id_of(head.headers))
+        )  # fmt: skip
+    return id.encode().join(refusal.pieces)
 
 
 class Connection(asyncio.Protocol):
@@ -494,7 +513,7 @@ class Connection(asyncio.Protocol):
         self._socket = accepted
         self.app, self.access, self.turns = listener.app, listener.access, listener.turns
         self.settings, self.budget = listener.settings, listener.budget
-        self._site, self._heads = listener.site, listener.heads
+        self._site, self.heads = listener.site, listener.heads
         self.loop = asyncio.get_running_loop()
         self._time = self.loop.time
         self._queue: deque[RequestResponseCycle] = deque()
@@ -610,7 +629,7 @@ class Connection(asyncio.Protocol):
     def _take_known(self, data: bytes) -> bool:
         """Take a whole request whose head was parsed before; return whether that is what came."""
         known, end, body = data.partition(END)
-        head = self._heads.get(known)
+        head = self.heads.get(known)
         if head is None or head.length != len(body) or not end or self.parser is None:
             return False
         if head.refusal is not None and self._refuse_again(head):
@@ -628,19 +647,20 @@ class Connection(asyncio.Protocol):
         """Keep the head of what was parsed, if it is one request, whole, and nothing unusual."""
         cycle = self.answering
         if cycle is not None and cycle.is_usual and self.phase == IDLE and not self._queue:
-            self._heads.keep(data, cycle.head)
+            self.heads.keep(data, cycle.head)
 
     def _refuse_again(self, head: Head) -> bool:
         """Refuse a request as the last of the same head was; return False where it may be taken."""
         refusal = head.find_refusal(self.waited_s)
-        if refusal is None or self.writable is not None or self.access is not None:
+        if refusal is None or self.writable is not None:
             return False
-        refusal.again.note()
-        answer = refusal.make_id().encode().join(refusal.pieces)
+        answer = refuse_again(head, refusal, self.client, self.access)
         self.written += len(answer)
         self.transport.write(answer)
         self.since = self._time()
-        if self.turns.must_hold():
+        if not refusal.keeps_alive:
+            self._end()
+        elif self.turns.must_hold():
             self._hold()
         return True
 

@@ -44,6 +44,12 @@ class Refusal(NamedTuple):
     make_id: Callable[[], str]
     pieces: Sequence[bytes]
     """Head and body of the answer around the id of the request."""
+    status: int
+    size: int
+    """Bytes of its body."""
+    keeps_alive: bool
+    served: tuple[str, str] | None
+    """Model and version that the request reached."""
 
 
 class Head:
@@ -89,7 +95,23 @@ class Head:
 
 
 class Heads(dict[bytes, Head]):
-    """The heads that came to one listener of late, by their bytes before `END`."""
+    """The heads that came to one listener of late, by their bytes before `END`.
+
+    Attributes:
+        refuses_until: time of `time.monotonic()` until which one of them may be refused at once.
+    """
+
+    refuses_until = 0.0
+
+    def find(self, data: bytes) -> tuple[Head, bytes] | None:
+        """Return head and body of what came, if it is one request, whole, and its head is known."""
+        known, end, body = data.partition(END)
+        head = self.get(known)
+        return (head, body) if head is not None and head.length == len(body) and end else None
+
+    def refuse(self, head: Head, refusal: Refusal) -> None:
+        """Have the next requests of this head refused likewise."""
+        head.refusal, self.refuses_until = refusal, refusal.again.until
 
     def keep(self, data: bytes, head: Head) -> None:
         """Keep the head of a request that came as one piece, unless it is long."""

@@ -147,6 +147,6 @@ def test_a_refusal_holds_for_a_moment_and_for_those_who_waited_as_long() -> None
         (0.0, True, 0.2, False),
     ):
         again = Again(0.2, until, lambda is_so=is_so: is_so, lambda: None)  # type: ignore[misc]
-        head.refusal = Refusal(again, lambda: "", [b""])
+        head.refusal = Refusal(again, lambda: "", [b""], 503, 0, True, None)
         assert (head.find_refusal(waited_s) is not None) is is_refused
         assert (head.refusal is None) is (until == 0.0 or not is_so)
