@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from time import monotonic
 
 import orjson
@@ -57,6 +57,7 @@ def find_target(cycle: RequestResponseCycle) -> Target | None:
     return target_of(cycle.path) if cycle.method in METHODS else None
 
 
+@lru_cache(maxsize=128)
 def target_of(path: str) -> Target | None:
     """Return what a path asks a model for, as `find_target` does for a request."""
     first, *rest = path.split("/")[1:] or [""]
