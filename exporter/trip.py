@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
+from modelyard.archiver.signature import Batching
 from modelyard.base.extras import what_is_missing
 from modelyard.base.plugins import registered
 from modelyard.exporter.arguments import take_inputs, take_submodule
@@ -44,6 +45,8 @@ PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float
 _LOAD, _RUN, _WRITE, _CHECK = "load {}", "run the checkpoint's model", "write {}", "check {}"
 
 _Writer = Callable[[Path], Mapping[str, object]]
+_Draft = tuple[Path, Mapping[str, object], Parity, Batching]
+"""An artifact that agrees, what the report states of it, and whether its rows keep apart."""
 
 
 def run(request: ExportRequest) -> list[ExportReport]:
@@ -100,7 +103,7 @@ def run(request: ExportRequest) -> list[ExportReport]:
                     format=format,
                     artifact_sha256=sha256(draft),
                     artifact_bytes=draft.stat().st_size,
-                    signature=reference.signature,
+                    signature=replace(reference.signature, batching=batching),
                     parity=parity,
                     checkpoint=request.checkpoint.name,
                     checkpoint_sha256=checkpoint.sha256,
@@ -113,7 +116,7 @@ def run(request: ExportRequest) -> list[ExportReport]:
                     command=command_of(request, [format]),
                     warnings=(*notes, *reference.warnings),
                 )
-                for format, (draft, written, parity) in drafts.items()
+                for format, (draft, written, parity, batching) in drafts.items()
             ]
             for report in reports:
                 if report.artifact.exists():
@@ -153,13 +156,13 @@ _STAGES = {
 
 def _write_each(
     request: ExportRequest, reference: Reference, inputs: Inputs, folder: Path
-) -> tuple[dict[str, tuple[Path, Mapping[str, object], Parity]], dict[str, ExportError]]:
+) -> tuple[dict[str, _Draft], dict[str, ExportError]]:
     """Write and prove every format; return the drafts of those that agree, and why others do not.
 
     The process that checks imports its libraries while the first file is written.
     """
     writers = _writers(request, reference, inputs)
-    drafts: dict[str, tuple[Path, Mapping[str, object], Parity]] = {}
+    drafts: dict[str, _Draft] = {}
     failures: dict[str, ExportError] = {}
     with tempfile.TemporaryDirectory(dir=folder) as exchange, Checker(Path(exchange)) as checker:
         for format in request.chosen_formats():
@@ -172,7 +175,7 @@ def _write_each(
                 parity = _prove(
                     request, format, draft, reference, checker, cast(list[str], trusted)
                 )
-                drafts[format] = draft, written, parity
+                drafts[format] = draft, written, parity, _batching(reference, checker, parity)
             except ExportError as error:
                 failures[format] = error
             # Writers run torch's and the author's code, which fails in any way; others go on.
@@ -202,6 +205,15 @@ def _prove(
         is_quantized=request.quantize is not None or (file is not None and file.is_quantized),
         locate=lambda case: first_difference(draft, format, reference, case),
         trusted=trusted,
+    )
+
+
+def _batching(reference: Reference, checker: Checker, parity: Parity) -> Batching:
+    """Find whether rows keep apart in the artifact that was compared last, as it will be served."""
+    assert reference.rows is not None
+    return reference.rows.find(
+        lambda inputs: checker.run("a batch of other rows", inputs),
+        parity.tolerance if reference.is_lowered else 0.0,
     )
 
 

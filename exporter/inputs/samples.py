@@ -522,18 +522,16 @@ def choose_example(samples: Sequence[Sample], signature: Signature) -> Sample:
     return min((*tried, *samples), key=awkward)
 
 
-def two_batches(
-    samples: Sequence[Sample], signature: Signature, size: int
-) -> tuple[Sample, Sample] | None:
-    """Return two batches of a size whose rows differ at every place; None of one row only."""
+def rows_of(samples: Sequence[Sample], signature: Signature) -> Sample | None:
+    """Return rows that are not all the same; None where the samples have one row only."""
     batch = signature.batch
     for rows in _rows(samples, signature):
         assert isinstance(batch, Dim)
-        one, other = take_rows(rows, batch, size), take_rows(rows, batch, size, first=1)
+        one, other = take_rows(rows, batch, 2), take_rows(rows, batch, 2, first=1)
         pairs = zip(one.inputs, other.inputs, strict=True)
-        differ = [(a != b).reshape(size, -1).any(dim=1) for a, b in pairs]
+        differ = [(a != b).reshape(2, -1).any(dim=1) for a, b in pairs]
         if bool(torch.stack(differ).any(dim=0).all()):
-            return one, other
+            return rows
     return None
 
 

@@ -20,6 +20,7 @@ from modelyard.exporter.errors import ParityError
 from modelyard.exporter.prove.checker import Checker
 from modelyard.exporter.prove.reference import Case, Cases, Reference
 from modelyard.exporter.request import report_path
+from modelyard.handlers.models.backends import type_name
 from modelyard.handlers.proof.agree import (
     ILL_CONDITIONED_RULE,
     ORDINARY_KINDS,
@@ -28,6 +29,7 @@ from modelyard.handlers.proof.agree import (
     Difference,
     Rule,
     allowance,
+    compare,
     disagreement,
     rule_for,
     worst,
@@ -237,12 +239,11 @@ def check(
         spec.name: rule_for(spec.dtype, tolerance, is_quantized, reference.is_double)
         for spec in signature.outputs
     }
-    outputs = [(spec.name, spec.dtype, rules[spec.name].tolerance) for spec in signature.outputs]
     by_case: list[list[dict[str, Any]]] = []
     try:
-        checker.open(artifact, format, device, outputs, trusted)
+        checker.open(artifact, format, device, trusted)
         for _ in probes:
-            by_case.append(_measure(checker, reference.cases, len(by_case)))
+            by_case.append(_measure(checker, reference, rules, len(by_case)))
     except ParityError as error:
         guard = reference.cases.why(probes[len(by_case)].sizes) if by_case else ""
         advice = _CHOICE.format(guard) if guard else _ADVICE[format]
@@ -284,10 +285,24 @@ def check(
     )
 
 
-def _measure(checker: Checker, cases: Cases, place: int) -> list[dict[str, Any]]:
-    case = cases[place]
-    scales = cases.scales.of(case.probe.kind)
-    return checker.measure(str(case.probe), case.inputs, case.outputs, scales)
+def _measure(
+    checker: Checker, reference: Reference, rules: Mapping[str, Rule], place: int
+) -> list[dict[str, Any]]:
+    """Compare one case's outputs: their number, then dtypes and shapes, then values."""
+    case = reference.cases[place]
+    found = checker.run(str(case.probe), case.inputs)
+    if len(found) != len(rules):
+        raise ParityError(f"the artifact gives {len(found)} outputs, expected {', '.join(rules)}")
+    measured = []
+    scales = reference.cases.scales.of(case.probe.kind)
+    for spec, expected, tensor, scale in zip(
+        reference.signature.outputs, case.outputs, found, scales, strict=True
+    ):
+        right = f"{spec.dtype}[{','.join(map(str, expected.shape))}]"
+        if (seen := type_name(tensor)) != right:
+            raise ParityError(f'output "{spec.name}" is {seen} at {case.probe}, expected {right}')
+        measured.append(compare(expected, tensor, rules[spec.name].tolerance, scale))
+    return measured
 
 
 def _allow_ill_conditioned(
