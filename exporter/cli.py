@@ -198,6 +198,6 @@ def _table(reports: "list[ExportReport]") -> "Table":
             format_bytes(report.artifact_bytes),
             f"{report.parity.max_abs:.1e}",
             "–".join(map(str, dict.fromkeys((batches[0], batches[-1])))),
-            "agrees",
+            "agrees" + (f", loses {report.parity.loss:.2%}" if report.parity.losses else ""),
         )
     return table

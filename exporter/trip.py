@@ -34,6 +34,7 @@ from modelyard.exporter.formats.guards import Guards
 from modelyard.exporter.ingest import ONNX, PROGRAM, Checkpoint, read_checkpoint
 from modelyard.exporter.inputs.samples import as_request
 from modelyard.exporter.inputs.settle import Inputs, settle
+from modelyard.exporter.prove.calibration import doubts
 from modelyard.exporter.prove.checker import Checker
 from modelyard.exporter.prove.locate import first_difference
 from modelyard.exporter.prove.parity import ExportReport, Parity, check, publish, sha256
@@ -87,6 +88,8 @@ def run(request: ExportRequest) -> list[ExportReport]:
             # Values outside of what it is calibrated for are cut off, as made-up ones would be.
             sample_only=request.sample_only or request.quantize == STATIC,
         )
+        if inputs.calibration:
+            notes += doubts(reference.original, inputs.calibration, signature)
         details |= {
             "dtype": request.dtype,
             "submodule": request.submodule,
@@ -114,7 +117,11 @@ def run(request: ExportRequest) -> list[ExportReport]:
                     device=str(device),
                     details={key: value for key, value in details.items() if value} | dict(written),
                     command=command_of(request, [format]),
-                    warnings=(*notes, *reference.warnings),
+                    warnings=(
+                        *notes,
+                        *reference.warnings,
+                        *(f"{format}: {lost}" for lost in parity.outside()),
+                    ),
                 )
                 for format, (draft, written, parity, batching) in drafts.items()
             ]

@@ -1,13 +1,17 @@
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from modelyard.archiver.signature import Batching, parse_inputs
+from modelyard.exporter import export
 from modelyard.exporter.arguments import flatten
 from modelyard.exporter.prove.reference import observe
+from modelyard.handlers.models.backends import open_artifact
+from modelyard.handlers.proof.agree import run
 
 
 class Row(nn.Module):
@@ -85,11 +89,11 @@ def _batching(model: nn.Module, *inputs: str, outputs: Sequence[str] = ()) -> Ba
     found = observe(model.eval(), parse_inputs(inputs), outputs, torch.device("cpu"), quick=True)
     assert found.rows is not None
 
-    def run(rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def answer(rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         with torch.no_grad():
             return tuple(flatten(found.original(*rows)).values())
 
-    return found.rows.find(run)
+    return found.rows.find(answer)
 
 
 @pytest.mark.parametrize("model", [Row(), PerGroup(), nn.BatchNorm1d(3)])
@@ -295,3 +299,71 @@ def test_an_adversarys_networks_are_told_apart() -> None:
             (misses if mixes else alarms).append(name)
     sys.stdout.write(f"misses: {misses}, false alarms: {alarms}\n")
     assert (misses, alarms) == ([], [])
+
+
+CAPACITY = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.expert = nn.Linear(6, 2), nn.Linear(6, 6)
+
+    def forward(self, x):
+        p = self.gate(x).softmax(-1)
+        chosen = torch.stack([p[:, 0] >= p[:, 1], p[:, 0] < p[:, 1]], 1).long()
+        place = (chosen.cumsum(0) * chosen).sum(-1)
+        return torch.where((place <= 4)[:, None], self.expert(x) * p.amax(-1, keepdim=True), x)
+"""
+DENSE = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 64), nn.ReLU(), nn.Linear(64, 1))
+
+    def forward(self, x):
+        return 200 * self.layers(x)
+"""
+RECURRENT = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.LSTM(3, 8, batch_first=True)
+
+    def forward(self, x):
+        return self.layer(x.reshape(-1, 2, 3))[0][:, -1]
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "quantize", "is_batchable"),
+    [
+        pytest.param(CAPACITY, None, False, id="experts"),
+        pytest.param(DENSE, "int8-dynamic", True, id="a scale for each row"),
+        pytest.param(RECURRENT, "int8-dynamic", False, id="one scale inside of an LSTM"),
+    ],
+)
+def test_what_is_served_is_judged_and_not_the_checkpoint(
+    source: str,
+    quantize: str | None,
+    is_batchable: bool,
+    author: Callable[[str], tuple[Path, str]],
+    tmp_path: Path,
+) -> None:
+    checkpoint, model = author(source)
+    (report,) = export(
+        checkpoint,
+        model,
+        "x:float32[batch,6]",
+        output_dir=tmp_path,
+        formats="onnx",
+        quantize=quantize,
+        quick=True,
+    )
+    found = report.signature.batching
+    assert found is not None
+    assert found.batchable is is_batchable
+    artifact = open_artifact(tmp_path / "net.onnx", "onnx")
+    rows = torch.randn(1, 6, generator=torch.Generator().manual_seed(1)).repeat(8, 1)
+    rows[:7] *= 1000  # of one expert, all of them
+    (together,), (alone,) = run(artifact, [rows]), run(artifact, [rows[7:]])
+    apart = float((together[7:] - alone).abs().max() / alone.abs().max())
+    assert (apart < 1e-5) is is_batchable
