@@ -66,6 +66,7 @@ def export_command(
     tolerance: Annotated[float | None, _option("tolerance")] = None,
     dtype: Annotated[_Text, _option("dtype")] = None,
     quantize: Annotated[_Text, _option("quantize")] = None,
+    max_loss: Annotated[float | None, _option("max_loss")] = None,
     samples: Annotated[list[Path] | None, _option("samples", more=_AGAIN)] = None,
     quick: Annotated[bool, _option("quick")] = False,
     sample_only: Annotated[bool, _option("sample_only")] = False,

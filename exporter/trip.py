@@ -120,7 +120,7 @@ def run(request: ExportRequest) -> list[ExportReport]:
                     warnings=(
                         *notes,
                         *reference.warnings,
-                        *(f"{format}: {lost}" for lost in parity.outside()),
+                        *(f"{format}: {lost}" for lost in parity.outside(request.max_loss)),
                     ),
                 )
                 for format, (draft, written, parity, batching) in drafts.items()

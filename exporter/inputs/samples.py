@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
@@ -491,6 +491,14 @@ def hold_out(samples: Sequence[Sample], signature: Signature) -> Split:
         )
 
     return Split(part(False), part(True), count - held_out_rows, held_out_rows)
+
+
+def in_batches(sample: Sample, signature: Signature) -> Iterator[Sample]:
+    """Yield a sample; its rows in batches, where it holds more or fewer than one may have."""
+    if not has_rows(signature) or sample.rows in cast(Dim, signature.batch):
+        yield sample
+    else:
+        yield from _in_batches(sample, signature, torch.ones(sample.rows, dtype=torch.bool))
 
 
 def _in_batches(rows: Sample, signature: Signature, chosen: Tensor) -> Iterator[Sample]:

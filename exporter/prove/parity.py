@@ -100,13 +100,14 @@ class Parity:
         """The largest loss of all outputs; 0 where none was measured."""
         return max((each.loss for each in self.losses.values()), default=0.0)
 
-    def outside(self) -> list[str]:
+    def outside(self, most: float | None) -> list[str]:
         """Name the outputs that lose more than a lower precision may without a word."""
+        most = MAX_LOSS if most is None else most
         return [
-            f'"{name}" loses more than {MAX_LOSS:.0%} by the lower precision, on {each.rows} '
+            f'"{name}" loses more than {most:.2%} by the lower precision, on {each.rows} '
             f"{self.losses_on}: {lost}"
             for name, each in self.losses.items()
-            if (lost := each.outside())
+            if (lost := each.outside(most))
         ]
 
     @property

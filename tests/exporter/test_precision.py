@@ -329,7 +329,7 @@ def test_an_offset_does_not_hide_what_bfloat16_loses(author: Author, tmp_path: P
         quick=True,
         samples=[tmp_path / "held.pt"],
     )
-    (warning,) = [line for line in report.warnings if "loses more than 1%" in line]
+    (warning,) = [line for line in report.warnings if "loses more than 1.00%" in line]
     assert "on 8 rows of the samples: R2 0." in warning
     stated = _report(tmp_path / "out", "net.pt")["parity"]["outputs"]["output"]["loss"]
     assert (stated["rows"], stated["on"]) == (8, "rows of the samples")
@@ -403,3 +403,59 @@ def test_samples_that_are_not_what_the_model_is_for_are_named() -> None:
     one = rows[net(rows).argmax(1) == 3][:40]
     (text,) = doubts(net, [Sample("rows.npy", (one,), {})], parse_inputs(["x:float32[batch,64]"]))
     assert "gives 40 rows only 1 of 10 labels, 3;" in text
+
+
+WIDE = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(16, 256), nn.ReLU(), nn.Linear(256, 4))
+
+    def forward(self, x):
+        return self.layers(x)
+"""
+
+
+@pytest.mark.parametrize(
+    ("max_loss", "quantize"),
+    [
+        pytest.param(0.05, "int8-dynamic", id="within"),
+        pytest.param(0.0, None, id="never", marks=pytest.mark.nightly),
+    ],
+)
+def test_the_smallest_within_the_loss_is_chosen_and_float32_else(
+    max_loss: float, quantize: str | None, author: Author, tmp_path: Path
+) -> None:
+    checkpoint, model = author(WIDE)
+    # More rows than a batch has, and too few to calibrate with.
+    torch.save({"x": torch.randn(20, 16)}, tmp_path / "rows.pt")
+    lines: list[str] = []
+    (report,) = export(
+        checkpoint,
+        model,
+        ["x:float32[batch,16]"],
+        output_dir=tmp_path / "out",
+        quantize="auto",
+        max_loss=max_loss,
+        samples=[tmp_path / "rows.pt"],
+        quick=True,
+        tell=lines.append,
+    )
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "net.onnx",
+        "net.onnx.report.json",
+    ]
+    stated = _report(tmp_path / "out", "net.onnx")
+    assert stated["details"].get("quantize") == quantize
+    assert f"--quantize {quantize}" in stated["command"] or quantize is None
+    assert report.artifact.stat().st_size == stated["artifact_bytes"]
+    table = [line for line in lines if line.startswith(("->", "  "))]
+    heads, full, dynamic, static = table
+    assert heads.split()[:3] == ["size", "batch", "1"]
+    assert (full.split()[0] == "->") is (quantize is None)
+    assert (dynamic.split()[0] == "->") is (quantize is not None)
+    assert dynamic.split()[-1] == "20"
+    assert static.split() == ["int8-static", "refused"]
+    assert len(heads) == len(dynamic)
+    assert any("--sample gives 20 rows; expected 32" in line for line in lines)
+    assert lines[-1].startswith("fp32 stays" if quantize is None else "int8-dynamic is")
