@@ -124,7 +124,7 @@ class Cases:
             *(functools.partial(make_case, signature, probe) for probe in probes),
             *(functools.partial(_lowered, sample, signature) for sample in samples),
         ]
-        self._run = run
+        self.run = run
         self._kept = kept
         self._names = [*map(str, probes), *range(len(samples))]
         self._moved: dict[int, list[float]] = {}
@@ -154,7 +154,7 @@ class Cases:
         """Return per output how far it moves when the model's sums are rounded otherwise."""
         if place not in self._moved:
             case = self[place]
-            run = functools.partial(self._run, case.probe)
+            run = functools.partial(self.run, case.probe)
             try:
                 self._moved[place] = measure_sensitivity(
                     run, case.inputs, case.outputs, self.scales.of(case.probe.kind)
@@ -197,6 +197,10 @@ class Reference:
     """What the author may want to change, in a sentence each."""
     rows: Rows | None = None
     """What finds out of an artifact whether its rows keep apart."""
+
+    def run(self, sample: Sample) -> Tensors:
+        """Return what the checkpoint gives for a sample."""
+        return self.cases.run(Probe("sample", sample.sizes), _lowered(sample, self.signature))
 
     @property
     def compared_with(self) -> str:
