@@ -247,7 +247,7 @@ def test_a_map_becomes_the_numbers_of_its_classes(tmp_path: Path) -> None:
     (report,) = export(source, None, (), output_dir=tmp_path / "out", quick=True)
     label, scores = report.signature.outputs
     assert (label.dtype, scores.dtype) == ("int64", "float32")
-    assert report.details["table"]["classes"] == {"p": ["0", "1", "2"]}
+    assert report.to_json()["details"]["table"]["classes"] == {"p": ["0", "1", "2"]}
 
 
 def _mean(path: Path) -> Path:
