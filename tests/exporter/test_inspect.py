@@ -190,7 +190,9 @@ def test_what_is_no_checkpoint_is_named_with_advice(
         pytest.param(["data.pkl", "data", "version"], "unpacked", id="unpacked zip"),
         pytest.param([], "the folder that a trainer wrote", id="empty"),
         pytest.param(["config.json"], "no file of weights", id="no weights"),
-        pytest.param(["config.json", "tf_model.h5"], "weights of another framework, alone", id="TensorFlow"),
+        pytest.param(
+            ["config.json", "tf_model.h5"], "weights of another framework, alone", id="TensorFlow"
+        ),
         pytest.param(["a.safetensors", "b.safetensors"], "several files", id="two"),
     ],
 )
