@@ -37,6 +37,7 @@ from modelyard.serve.front.begin import (
     Headers,
     check_options,
     class_of,
+    read_terms,
     unpack_headers,
 )
 from modelyard.serve.http.application import Answers, Events
@@ -146,7 +147,9 @@ class Calls:
         if cycle.coding or (kind == EXPLAIN and cycle.query):
             check = partial(self._check, cycle, target)
         if self._hides_tokens:
-            cycle.spelled = without_token(cycle.spelled)
+            if cycle.head.shown is None:
+                cycle.head.shown = without_token(cycle.head.spelled)
+            cycle.spelled = cycle.head.shown
         if form is not None:
             cycle.spelled = [*cycle.spelled, *_SAID[form.is_stream]]
         reply = DirectReply(self.front, cycle, target)
@@ -196,6 +199,13 @@ class DirectReply(CallReply):
     def head(self) -> bytes:
         """Return what a worker needs of the request's head."""
         return pack_head(self.asked, "/".join(self.target.path[2:]), self.trace)
+
+    def terms(self, timeout_s: float, priority: int) -> tuple[float, int]:
+        """Return time and class, which only headers say."""
+        head = self.asked.head
+        if head.terms is None:
+            head.terms = read_terms(head.headers)
+        return head.terms
 
     def describe(self) -> tuple[str, Attributes]:
         """Return the span's name and attributes, by OpenTelemetry's conventions for HTTP."""

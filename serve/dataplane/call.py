@@ -238,6 +238,8 @@ class Call:
     queued_at: float = field(init=False)
     """Time of `time.monotonic()` when the body was whole; the loop's clock counts milliseconds."""
     deadline: float = field(init=False)
+    due: float = field(init=False)
+    """The same, as far as it decides over its place in a queue."""
     taken_at: float = field(init=False)
     """Time when a worker got it, last."""
     retried: bool = field(default=False, init=False)

@@ -103,10 +103,11 @@ class Line(deque[Call]):
         """Add a job: behind all others, but before those that have more time left."""
         self.rows += job.rows
         # What has this much time is behind all that came before: it has no need to be compared.
-        if job.timeout_s < HURRIED_S and self and _due(self[-1]) > (due := _due(job)):
+        job.due = due = min(job.deadline, job.queued_at + HURRIED_S)
+        if job.timeout_s < HURRIED_S and self and self[-1].due > due:
             at = len(self)
             for other in reversed(self):
-                if _due(other) <= due:
+                if other.due <= due:
                     break
                 at -= 1
             self.insert(at, job)
@@ -139,7 +140,7 @@ class Line(deque[Call]):
         if timeout_s < HURRIED_S:
             due = arrived_at + timeout_s
             for job in reversed(self):
-                if _due(job) <= due:
+                if job.due <= due:
                     break
                 before -= job.rows
         return before
@@ -276,11 +277,6 @@ class Classes:
             self._credits[job.priority] -= job.rows
         else:  # nobody is kept waiting: no class owes another anything
             self._credits = list(self._shares)
-
-
-def _due(job: Call) -> float:
-    """Return by when a job's answer is due, as far as that decides over its place."""
-    return min(job.deadline, job.queued_at + HURRIED_S)
 
 
 def _solve(own: float, others: Sequence[tuple[float, float, float]]) -> float:

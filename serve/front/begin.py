@@ -152,7 +152,7 @@ class Front:
         try:
             if check is not None:
                 check(model)
-            timeout_s, priority = read_terms(asked.headers, timeout_s, priority)
+            timeout_s, priority = reply.terms(timeout_s, priority)
             if priority == HIGH:
                 self.check_high(asked.headers)
             must_fit = model.config.refuses_late or timeout_s < math.inf
@@ -259,6 +259,10 @@ class CallReply:
     def head(self) -> bytes:
         """Return what a worker needs of the request beside its body, as `pack_fields` packs it."""
         raise NotImplementedError
+
+    def terms(self, timeout_s: float, priority: int) -> tuple[float, int]:
+        """Return time and class of the request, given what its protocol says: see `read_terms`."""
+        return read_terms(self.asked.headers, timeout_s, priority)
 
     def describe(self) -> tuple[str, Attributes]:
         """Return name and attributes of the request's span."""

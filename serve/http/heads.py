@@ -58,8 +58,10 @@ class Head:
     The lists belong to all its requests: nobody may change them.
     """
 
-    __slots__ = ("coding", "headers", "length", "method", "path", "query", "raw_path", "refusal",
-                 "spelled")  # fmt: skip
+    __slots__ = (
+        "coding", "headers", "length", "method", "path", "query", "raw_path", "refusal", "shown",
+        "spelled", "terms",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -81,6 +83,10 @@ class Head:
         self.coding = coding
         self.length = length
         self.refusal: Refusal | None = None
+        self.shown: list[bytes] | None = None
+        """What handlers see of `spelled`, once that was asked for."""
+        self.terms: tuple[float, int] | None = None
+        """Time in seconds and class of its requests, once they were read."""
 
     def find_refusal(self, waited_s: float) -> Refusal | None:
         """Return what a request that waited so long is to be answered at once, if anything."""

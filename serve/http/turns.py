@@ -25,6 +25,8 @@ OLDEST_EVERY = 16
 """Turns under a flood among which one is of who waits longest."""
 TICK_S = 0.2
 """Time from one look at the clock to the next, which tells whether this process stood still."""
+
+
 def last_comes_first(waited_s: float, patience_s: float, taken: int) -> bool:
     """Return whether of those who wait the last has its turn, for there is a flood.
 
