@@ -1,9 +1,8 @@
 """How fast and how equal are eight bits, and with undecided rows run again in float32?
 
 Digits: a CNN, trained here, on rows that it has not seen, moved, noisy, brighter and darker.
-ResNet-50 (`--resnet`): trained here on digits of 32 × 32 pixels for 100 steps, since no weights come
-with this repository. Printed are the speed beside float32 in onnxruntime, the share of labels that
-equal float32's, and the share of rows that run again.
+ResNet-50 (`--resnet`): trained here on digits of 32 × 32 pixels for 100 steps. Printed are speed
+beside float32 in onnxruntime, the share of labels that equal float32's, and of rows that run again.
 
     python benchmarks/exact_labels.py [--resnet] [--pixels 32] [--rows 5579]
 """

@@ -102,6 +102,7 @@ def run(request: ExportRequest) -> list[ExportReport]:
             "submodule": request.submodule,
             "probabilities": dict(reference.probabilities),
             "labels": checkpoint.named_labels(),
+            "table": _table(reference),
         }
         with _workspace(request.output_dir) as folder:
             drafts, failures = _write_each(request, reference, inputs, folder)
@@ -229,6 +230,12 @@ def _batching(reference: Reference, checker: Checker, parity: Parity) -> Batchin
         lambda inputs: checker.run("a batch of other rows", inputs),
         parity.tolerance if reference.is_lowered else 0.0,
     )
+
+
+def _table(reference: Reference) -> Mapping[str, object]:
+    """Return what `features.json` says of a file of scikit-learn and the like."""
+    file = file_of(reference.original)
+    return file.table(reference.signature, reference.keys) if file else {}
 
 
 def _nothing_written(failures: Mapping[str, ExportError]) -> ExportError:

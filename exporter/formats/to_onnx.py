@@ -54,7 +54,14 @@ def write(program: ExportedProgram, signature: Signature, path: Path) -> dict[st
         )
     converted.save(path, external_data=False)
     try:
-        onnx.checker.check_model(path, full_check=True)
+        try:
+            onnx.checker.check_model(path, full_check=True)
+        except onnx.shape_inference.InferenceError:
+            # Some operators' forms state another shape of an inner value than they give.
+            model = onnx.load(path)
+            del model.graph.value_info[:]
+            onnx.save(model, path)
+            onnx.checker.check_model(path, full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
         raise ConversionError(
             f"ONNX's own checker refuses the file: {cause(error)}; export --format pt2 instead"

@@ -121,5 +121,10 @@ class _OpenArtifact:
         torch.save(outputs, self._folder / _ANSWER)
 
 
+def check_artifacts(folder: Path) -> None:
+    """Answer questions about artifacts, of which large values lie in a folder."""
+    answer_questions(_OpenArtifact(folder).answer)
+
+
 if __name__ == "__main__":
-    answer_questions(_OpenArtifact(Path(sys.argv[1])).answer)
+    check_artifacts(Path(sys.argv[1]))

@@ -51,6 +51,9 @@ _CHOICE = (
     "forward() chooses by a size, and went the way for {}: give --input a range in which that "
     "holds, use torch.cond, or export --format torchscript"
 )
+_COARSE = (
+    "this --dtype is too coarse for the model: keep fp32, or give the --tolerance that is meant"
+)
 _OVERFLOW = "float16 ends at 65504: use --dtype bf16, or keep fp32"
 _QUANTIZED_ADVICE = "this model needs its full precision: export without --quantize"
 
@@ -293,7 +296,9 @@ def check(
         where = f"; {locate(reference.cases[place])}" if locate else ""
         if guard := reference.cases.why(probes[place].sizes):
             raise ParityError(f"{format}: {differences}; {_CHOICE.format(guard)}")
-        advice = _OVERFLOW if _overflows(judged, reference, where) else _ADVICE[format]
+        advice = _COARSE if reference.is_lowered else _ADVICE[format]
+        if _overflows(judged, reference, where):
+            advice = _OVERFLOW
         raise ParityError(f"{format}: {differences}{where}; {advice}")
     return Parity(
         tolerance=max(rule.tolerance for rule in rules.values()),
