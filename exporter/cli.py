@@ -69,6 +69,8 @@ def export_command(
     tolerance: Annotated[float | None, _option("tolerance")] = None,
     dtype: Annotated[_Text, _option("dtype")] = None,
     quantize: Annotated[_Text, _option("quantize")] = None,
+    max_loss: Annotated[float | None, _option("max_loss")] = None,
+    exact_labels: Annotated[bool, _option("exact_labels")] = False,
     samples: Annotated[list[Path] | None, _option("samples", more=_AGAIN)] = None,
     quick: Annotated[bool, _option("quick")] = False,
     sample_only: Annotated[bool, _option("sample_only")] = False,
@@ -221,6 +223,6 @@ def _table(reports: "list[ExportReport]") -> "Table":
             format_bytes(report.artifact_bytes),
             f"{report.parity.max_abs:.1e}",
             "–".join(map(str, dict.fromkeys((batches[0], batches[-1])))),
-            "agrees",
+            "agrees" + (f", loses {report.parity.loss:.2%}" if report.parity.losses else ""),
         )
     return table
