@@ -126,6 +126,12 @@ def _notes(reports: "list[ExportReport]") -> list[str]:
                 f"compared on {report.parity.cases} inputs only; export it again without --quick "
                 "before it is served"
             )
+        if limits := report.parity.unusual.limits:
+            where = ", or ".join(f'"{name}" holds {each}' for name, each in limits.items())
+            notes.append(
+                f"{report.format}: its answers are not the checkpoint's where {where}; the server "
+                "refuses such a request (400)"
+            )
         if ill := report.parity.ill_conditioned:
             worst = max(ill, key=lambda case: case.moved)
             cases = len({case.case for case in ill})

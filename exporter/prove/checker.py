@@ -6,8 +6,9 @@ artifact and one case. It is asked
 
     {"open": {"artifact": …, "format": …, "device": …, "outputs": [[name, dtype, tolerance], …]}}
     {"case": text}      whose tensors lie in FOLDER/case.pt, which is read with weights_only
+    {"runs": text}      the same of inputs alone
 
-and answers {"measured": …} or {"error": …}.
+and answers {"measured": …}, {"runs": …} or {"error": …}.
 """
 
 import sys
@@ -90,6 +91,11 @@ class Checker:
         measured: list[dict[str, Any]] = self._ask({"case": case})["measured"]
         return measured
 
+    def answers(self, case: str, inputs: Sequence[Tensor]) -> bool:
+        """Return whether the artifact gives anything for inputs that the checkpoint refuses."""
+        torch.save({"inputs": list(inputs)}, self._child.folder / "case.pt")
+        return bool(self._ask({"runs": case})["runs"])
+
     def _ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
         try:
             answer = self._child.ask(question)
@@ -117,6 +123,8 @@ class _OpenArtifact:
                 self._artifact = None  # before the next is there: memory holds one
                 self._open(question["open"])
                 return {}
+            if "runs" in question:
+                return {"runs": self._runs()}
             return {"measured": self._run_case(question["case"])}
         except ParityError as error:
             return {"error": str(error)}
@@ -130,6 +138,15 @@ class _OpenArtifact:
         # Each format's library fails in its own ways; all mean that a worker could not load it.
         except Exception as error:
             raise ParityError(f"the artifact does not load: {cause(error)}") from error
+
+    def _runs(self) -> bool:
+        assert self._artifact is not None
+        try:
+            run(self._artifact, torch.load(self._folder / "case.pt", weights_only=True)["inputs"])
+        # Each format's library refuses in its own ways.
+        except Exception:
+            return False
+        return True
 
     def _run_case(self, case: str) -> list[dict[str, Any]]:
         """Compare one case's outputs: their number, then dtypes and shapes, then values."""

@@ -149,11 +149,19 @@ class Cases:
         probe, inputs = self.probes[place], self._inputs[place]()
         return Case(probe, inputs, self._kept.outputs(self._names[place], probe, inputs))
 
+    def outputs(self, case: str, probe: Probe, inputs: Tensors) -> Tensors:
+        """Return what the checkpoint gives for another case; equal texts are the same case."""
+        return self._kept.outputs(case, probe, inputs)
+
+    def run(self, probe: Probe) -> Callable[[Tensors], Tensors]:
+        """Return the checkpoint's model as a function of inputs."""
+        return functools.partial(self._run, probe)
+
     def sensitivity(self, place: int) -> list[float]:
         """Return per output how far it moves when the model's sums are rounded otherwise."""
         if place not in self._moved:
             case = self[place]
-            run = functools.partial(self._run, case.probe)
+            run = self.run(case.probe)
             try:
                 self._moved[place] = measure_sensitivity(
                     run, case.inputs, case.outputs, self.scales.of(case.probe.kind)
