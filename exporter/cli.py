@@ -146,6 +146,11 @@ def _notes(reports: "list[ExportReport]") -> list[str]:
                 f"not compared at {len(left_out)} sizes where one case holds over "
                 f"{format_bytes(plan['budget_bytes'])}, up to {left_out[-1]}"
             )
+        if branches := _branches(report):
+            notes.append(
+                f"{report.format}: what forward() chose at {', '.join(branches)} for one input is "
+                "done for every other"
+            )
         if "deprecated" in report.details:
             notes.append(str(report.details["deprecated"]))
         if "native_code" in report.details:
@@ -204,6 +209,14 @@ def _table(reports: "list[ExportReport]") -> "Table":
             format_bytes(report.artifact_bytes),
             f"{report.parity.max_abs:.1e}",
             "–".join(map(str, dict.fromkeys((batches[0], batches[-1])))),
-            "agrees",
+            f"agrees on what was tried; traced with {branches} branch{'es' * (branches > 1)}"
+            if (branches := len(_branches(report)))
+            else "agrees",
         )
     return table
+
+
+def _branches(report: "ExportReport") -> list[str]:
+    """Return the author's lines at which a trace kept one way of several."""
+    found: Any = report.details.get("warnings", ())
+    return list(dict.fromkeys(":".join(text.split(":")[:2]) for text in found))

@@ -5,6 +5,7 @@ batch-norm on the statistics of its batch, and work done under `torch.no_grad()`
 """
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -94,8 +95,10 @@ def watch(model: nn.Module, inputs: Sequence[Tensor]) -> Watched:
     ]
     try:
         outside = watch_outside(model, seen.outside)
-        with torch.enable_grad(), outside, EachOperator(_watching(seen)):
-            model(*given)
+        with warnings.catch_warnings(), torch.enable_grad(), outside:
+            warnings.simplefilter("ignore")  # the run before this one gave them
+            with EachOperator(_watching(seen)):
+                model(*given)
     # Gradients are not promised yet: a model may fail in any way where it now asks for them.
     except Exception:
         seen.precisions.clear()
