@@ -57,8 +57,8 @@ def check_stated(
             raise BadInput(f'input "{spec.name}" {problem}{made}')
         if spec.limits and beyond(spec, tensor):
             raise BadInput(
-                f'input "{spec.name}" holds {spec.limits}, for which the artifact is known to '
-                "differ from its checkpoint; send other values, or export a format that agrees"
+                f'input "{spec.name}" holds what this artifact is known to answer otherwise than '
+                f"its checkpoint: {spec.limits}; send other values, or export a format that agrees"
             )
 
 

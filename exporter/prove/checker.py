@@ -70,6 +70,7 @@ class Checker:
         inputs: Sequence[Tensor],
         outputs: Sequence[Tensor],
         scales: Sequence[Scale],
+        unread: Sequence[Tensor | None] = (),
     ) -> list[dict[str, Any]]:
         """Run one case; return per output what `modelyard.handlers.proof.agree.compare` finds.
 
@@ -78,6 +79,7 @@ class Checker:
             inputs: on the CPU.
             outputs: the checkpoint's.
             scales: by which each output is measured.
+            unread: of each output the places that are not compared; empty for none.
 
         Raises:
             ParityError: the artifact does not run, or gives other outputs than these.
@@ -85,6 +87,7 @@ class Checker:
         tensors = {
             "inputs": list(inputs),
             "outputs": list(outputs),
+            "unread": list(unread) or [None] * len(outputs),
             "scales": [(torch.tensor(each.centre), torch.tensor(each.spread)) for each in scales],
         }
         torch.save(tensors, self._child.folder / "case.pt")
@@ -162,12 +165,14 @@ class _OpenArtifact:
             raise ParityError(f"the artifact gives {len(actual)} outputs, expected {listed}")
         measured = []
         scales = [Scale(*(part.numpy() for part in each)) for each in tensors["scales"]]
-        for (name, dtype, tolerance), target, tensor, scale in zip(
-            self._specs, expected, actual, scales, strict=True
+        for (name, dtype, tolerance), target, tensor, scale, unread in zip(
+            self._specs, expected, actual, scales, tensors["unread"], strict=True
         ):
             right = f"{dtype}[{','.join(map(str, target.shape))}]"
             if (seen := type_name(tensor)) != right:
                 raise ParityError(f'output "{name}" is {seen} at {case}, expected {right}')
+            if unread is not None:
+                tensor = torch.where(unread, target, tensor)
             measured.append(compare(target, tensor, tolerance, scale))
         return measured
 

@@ -150,7 +150,11 @@ class _Trial:
             for scale, each in zip(self._reference.cases.scales.of(), outputs, strict=True)
         ]
         try:
-            measured = self._checker.measure(case, inputs, outputs, scales)
+            unread = [
+                self._closed(*pair, inputs)
+                for pair in zip(self._tried.outputs, outputs, strict=True)
+            ]
+            measured = self._checker.measure(case, inputs, outputs, scales, unread)
         except ParityError:  # it does not run there, or gives another shape
             self._reopen()
             return False
@@ -177,6 +181,13 @@ class _Trial:
                     "the checkpoint's own answer moves when its sums are rounded otherwise"
                 )
         return False
+
+    def _closed(self, output: TensorSpec, given: Tensor, inputs: Tensors) -> Tensor | None:
+        """Return the positions of an output that a mask says nobody reads."""
+        for spec, tensor in zip(self._tried.inputs, inputs, strict=True):
+            if spec.open_value is not None and spec.shape == output.shape[:2]:
+                return (tensor != spec.open_value).reshape(*tensor.shape, *[1] * (given.ndim - 2))
+        return None
 
     def seems(self, kind: str, names: Sequence[str]) -> bool:
         """Return `agrees`; not where nothing can be said."""

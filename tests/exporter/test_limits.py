@@ -124,6 +124,11 @@ AGREES: dict[str, tuple[tuple[str, ...], Step, Step]] = {
     "softmax": (FLOATS, lambda x: x.softmax(1), lambda x: x.log_softmax(1).exp()),
     "sines of much": (FLOATS, lambda x: (x * 1e3).sin(), lambda x: (x * 1e3).sin()),
     "attention over nothing": (TOKENS, mean, lambda ids, mask: mean(ids, mask) * 1.0000001),
+    "closed positions give anything": (
+        TOKENS,
+        lambda ids, mask: ids * mask.float(),
+        lambda ids, mask: ids * mask + 7.0 * (mask != 1).float() * (mask[:, :1] != 1),
+    ),
     "any integer": (COUNT, lambda n: n // 7, lambda n: (n - n % 7) // 7),
     "refused by both": (COUNT, tokens, tokens),
 }
@@ -165,12 +170,12 @@ def test_a_request_is_held_to_the_limits_that_a_report_states() -> None:
     check_stated(stated.inputs, (torch.tensor([[-2.0, 0.0, 50.0]]), whole))
     for row in ([torch.nan, 0, 0], [0, -2.1, 0], [0, 0, 51]):
         with pytest.raises(
-            BadInput, match=r'input "x" holds NaN or a value below -2 or .* above 50,'
+            BadInput, match=r'"x" holds what .*: NaN or a value below -2 or .* above 50;'
         ):
             check_stated(stated.inputs, (torch.tensor([row]), whole))
     for mask in (left, whole * 0):
         with pytest.raises(
-            BadInput, match=r'input "mask" holds a row that is masked everywhere or'
+            BadInput, match=r'"mask" holds what .*: a row that is masked everywhere or'
         ):
             check_stated(stated.inputs, (torch.zeros(1, 3), mask))
     check_stated(signature.inputs, (torch.full((1, 3), torch.nan), left))
