@@ -31,6 +31,7 @@ _NAN, _CLOSED, _PADDED = "NaN", "masked everywhere", "padded on the left"
 _BELOW, _ABOVE = "integers below", "integers above"
 _UP_TO = (100.0, 1e4)
 KINDS = (_NAN, *(f"±{end:g}" for end in _UP_TO), _CLOSED, _PADDED, _BELOW, _ABOVE)
+_FLAGS = {_NAN: "nan", _CLOSED: "closed", _PADDED: "padded"}
 _NOT_TRIED = "little was tried, or samples alone"
 _HALVINGS = 5
 _HOLES = 0.1
@@ -107,7 +108,7 @@ def _takers(kind: str, signature: Signature) -> Iterator[str]:
     for spec in signature.inputs:
         is_mask = spec.open_value is not None
         if kind in (_CLOSED, _PADDED):
-            fits = is_mask and len(spec.shape) > 1
+            fits = is_mask and len(spec.shape) > 1 and str(spec.values or "=0..1") == "=0..1"
         elif kind in (_BELOW, _ABOVE):
             is_signed = spec.dtype.startswith("int") or (kind == _ABOVE and "int" in spec.dtype)
             fits = is_signed and not is_mask and spec.values is None
@@ -117,19 +118,18 @@ def _takers(kind: str, signature: Signature) -> Iterator[str]:
             yield spec.name
 
 
+@dataclass(frozen=True)
 class _Trial:
-    """One artifact beside its checkpoint."""
+    """One artifact beside its checkpoint; the fields are the arguments of `find_limits`."""
 
-    def __init__(
-        self,
-        checker: Checker,
-        reopen: Callable[[], None],
-        reference: Reference,
-        rules: Sequence[Rule],
-    ) -> None:
-        self._checker, self._reopen = checker, reopen
-        self._reference, self._rules = reference, rules
-        self._tried = reference.signature.with_values(reference.found)
+    checker: Checker
+    reopen: Callable[[], None]
+    reference: Reference
+    rules: Sequence[Rule]
+
+    @property
+    def tried(self) -> Signature:
+        return self.reference.signature.with_values(self.reference.found)
 
     def agrees(self, kind: str, names: Sequence[str]) -> bool:
         """Return whether the artifact answers as the checkpoint where these inputs hold a kind.
@@ -140,38 +140,36 @@ class _Trial:
         case, probe = f"{kind} in {', '.join(names)}", Probe(kind, self._sizes(kind))
         inputs = self._inputs(probe, names)
         try:
-            outputs = self._reference.cases.outputs(case, probe, inputs)
+            outputs = self.reference.cases.outputs(case, probe, inputs)
         except ModelError as error:
-            if self._checker.answers(case, inputs):
+            if self.checker.answers(case, inputs):
                 return False
             raise _Unknown("neither the checkpoint nor the artifact takes them") from error
         scales = [
             _widened(scale, each, kind)
-            for scale, each in zip(self._reference.cases.scales.of(), outputs, strict=True)
+            for scale, each in zip(self.reference.cases.scales.of(), outputs, strict=True)
         ]
         try:
             unread = [
                 self._closed(*pair, inputs)
-                for pair in zip(self._tried.outputs, outputs, strict=True)
+                for pair in zip(self.tried.outputs, outputs, strict=True)
             ]
-            measured = self._checker.measure(case, inputs, outputs, scales, unread)
+            measured = self.checker.measure(case, inputs, outputs, scales, unread)
         except ParityError:  # it does not run there, or gives another shape
-            self._reopen()
+            self.reopen()
             return False
-        pairs = list(zip(self._rules, measured, strict=True))
+        pairs = list(zip(self.rules, measured, strict=True))
         if all(rule.agrees(rule.merge([each])) for rule, each in pairs):
             return True
-        is_judged_alone = self._reference.is_lowered or any(
-            rule.is_quantized for rule in self._rules
-        )
+        is_judged_alone = self.reference.is_lowered or any(rule.is_quantized for rule in self.rules)
         if not is_judged_alone and all(math.isfinite(each["scaled"]) for each in measured):
-            run = self._reference.cases.run(probe)
+            run = self.reference.cases.run(probe)
             try:
                 moved = measure_sensitivity(run, inputs, outputs, scales)
             except ModelError:  # it does not run where its operators are disturbed
                 return False
             allowed = [
-                allowance(rule, kind, by) for rule, by in zip(self._rules, moved, strict=True)
+                allowance(rule, kind, by) for rule, by in zip(self.rules, moved, strict=True)
             ]
             if all(
                 each["scaled"] <= max(rule.tolerance, most or 0.0)
@@ -184,7 +182,7 @@ class _Trial:
 
     def _closed(self, output: TensorSpec, given: Tensor, inputs: Tensors) -> Tensor | None:
         """Return the positions of an output that a mask says nobody reads."""
-        for spec, tensor in zip(self._tried.inputs, inputs, strict=True):
+        for spec, tensor in zip(self.tried.inputs, inputs, strict=True):
             if spec.open_value is not None and spec.shape == output.shape[:2]:
                 return (tensor != spec.open_value).reshape(*tensor.shape, *[1] * (given.ndim - 2))
         return None
@@ -198,15 +196,11 @@ class _Trial:
 
     def narrowed(self, limits: Limits, kind: str, name: str) -> Limits:
         """Return the limits of an input that differs for a kind of values."""
-        if kind == _NAN:
-            return replace(limits, nan=True)
-        if kind == _CLOSED:
-            return replace(limits, closed=True)
-        if kind == _PADDED:
-            return replace(limits, padded=True)
+        if kind in _FLAGS:
+            return replace(limits, **{_FLAGS[kind]: True})
         if kind in (_BELOW, _ABOVE):
-            largest = {each: dim.max for each, dim in self._tried.dims.items()}
-            values = next(spec.values for spec in self._tried.inputs if spec.name == name)
+            largest = {each: dim.max for each, dim in self.tried.dims.items()}
+            values = next(spec.values for spec in self.tried.inputs if spec.name == name)
             assert values is not None, "integers without stated values were tried"
             low, high = values.ends(largest)
             return replace(limits, low=low) if kind == _BELOW else replace(limits, high=high)
@@ -225,17 +219,17 @@ class _Trial:
         return agrees
 
     def _sizes(self, kind: str) -> dict[str, int]:
-        batch, dims = self._tried.batch, self._tried.dims
+        batch, dims = self.tried.batch, self.tried.dims
         least = 4 if kind in (_CLOSED, _PADDED) else 0
         return {name: dim.at_least(2 if dim == batch else least) for name, dim in dims.items()}
 
     def _inputs(self, probe: Probe, names: Sequence[str]) -> Tensors:
         """Make random inputs, and the kind's values of those that are named."""
-        made = make_case(self._tried, Probe("random", probe.sizes))
+        made = make_case(self.tried, Probe("random", probe.sizes))
         generator = torch.Generator().manual_seed(crc32(probe.kind.encode()))
         return tuple(
             _changed(spec, each, probe.kind, generator) if spec.name in names else each
-            for spec, each in zip(self._tried.inputs, made, strict=True)
+            for spec, each in zip(self.tried.inputs, made, strict=True)
         )
 
 
@@ -266,7 +260,7 @@ def _changed(spec: TensorSpec, tensor: Tensor, kind: str, generator: torch.Gener
 
 def _widened(scale: Scale, output: Tensor, kind: str) -> Scale:
     """Return the scale of an output of values that may be far larger than usual."""
-    if kind in (_NAN, _CLOSED, _PADDED):
+    if kind in _FLAGS:
         return scale
     own = one_place(output.double().numpy())
     return replace(scale, spread=np.maximum(scale.spread, own.spread.max(initial=0.0)))
