@@ -2,10 +2,12 @@
 
 A fresh network may make 1e-14 of any input, or nearly the same of all: an artifact that answers
 zeros would then be taken for right. Such a network is drawn anew: each layer that has weights gives
-numbers of variance 1, as D. Mishkin and J. Matas, All you need is a good init, ICLR 2016, have it,
-and each batch norm knows the statistics of what it reads.
+numbers of variance 1, as D. Mishkin and J. Matas, All you need is a good init, ICLR 2016, have it.
+Before that each batch norm gets the statistics of what it reads, which is often enough.
 """
 
+import functools
+import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -42,33 +44,42 @@ def draw_anew(model: nn.Module, run: _Run) -> bool:
     """
     if not says_nothing(run()):
         return False
-    seen: set[nn.Module] = set()
+    _run_with(model, run, nn.modules.batchnorm._BatchNorm, _learn)
+    if says_nothing(run()):
+        _run_with(model, run, _LAYERS, _scale)
+    return True
 
-    def scale(module: Any, _: object, output: Any) -> Any:
-        if module in seen or not isinstance(output, Tensor):
-            return None
-        seen.add(module)
-        by = float(output.double().std())
-        if not 0 < by < float("inf"):
-            return None
-        module.weight.div_(by)
-        if module.bias is not None:
-            module.bias.div_(by)
-        return output / by
 
-    def learn(module: Any, inputs: tuple[Tensor, ...]) -> None:
-        if module.running_mean is not None and module not in seen:
-            seen.add(module)
-            values = inputs[0].transpose(0, 1).flatten(1)
-            module.running_mean.copy_(values.mean(1))
-            # One for all channels: 1 over the variance of a channel that is still would make noise.
-            module.running_var.fill_(float(values.var(1).mean()))
-
+def _run_with(model: nn.Module, run: _Run, kinds: Any, change: Callable[..., Any]) -> None:
+    """Run the model once, and change each layer of some kinds when it is called first."""
     with ExitStack() as stack:
         for module in model.modules():
-            if isinstance(module, _LAYERS):
-                stack.callback(module.register_forward_hook(scale).remove)
-            elif isinstance(module, nn.modules.batchnorm._BatchNorm):
-                stack.callback(module.register_forward_pre_hook(learn).remove)
+            if isinstance(module, kinds):
+                waiting = [module]
+                hook = functools.partial(_once, waiting, change)
+                stack.callback(module.register_forward_hook(hook).remove)
         run()
-    return True
+
+
+def _once(waiting: list[nn.Module], change: Callable[..., Any], *args: Any) -> Any:
+    return change(waiting.pop(), *args[1:]) if waiting else None
+
+
+def _scale(module: Any, _: object, output: Any) -> Any:
+    by = float(output.double().std()) if isinstance(output, Tensor) else 0.0
+    if not 0 < by < math.inf:
+        return None
+    module.weight.div_(by)
+    if module.bias is not None:
+        module.bias.div_(by)
+    return output / by
+
+
+def _learn(module: Any, inputs: tuple[Tensor, ...], _: object) -> Any:
+    if module.running_mean is None:
+        return None
+    values = inputs[0].transpose(0, 1).flatten(1)
+    module.running_mean.copy_(values.mean(1))
+    # One for all channels: 1 over the variance of a channel that is still would make noise.
+    module.running_var.fill_(float(values.var(1).mean()))
+    return module(*inputs)
