@@ -25,7 +25,7 @@ from modelyard.archiver.values import End, Values
 from modelyard.exporter.arguments import flatten, needed_arguments, read_inputs, take_inputs
 from modelyard.exporter.errors import ModelError, cause
 from modelyard.handlers.proof.agree import split
-from modelyard.handlers.proof.probes import Probe, example_sizes, is_mask, make_inputs
+from modelyard.handlers.proof.probes import Probe, example_sizes, make_inputs
 
 SIZES = (224, 32, 28, 64, 8, 16, 96, 128, 256, 299, 384, 512)
 """Usual sizes of a picture, the likeliest first."""
@@ -322,8 +322,9 @@ def find_values(model: nn.Module, signature: Signature) -> dict[str, Values]:
     Raises:
         ModelError: every range fails for one input; says which were tried, and what to write.
     """
-    found = {spec.name: _below(2) for spec in signature.inputs if _is_open(spec) and is_mask(spec)}
-    unknown = [spec for spec in signature.inputs if _is_open(spec) and not is_mask(spec)]
+    unstated = [spec for spec in signature.inputs if _is_open(spec)]
+    found = {spec.name: _below(2) for spec in unstated if spec.open_value is not None}
+    unknown = [spec for spec in unstated if spec.open_value is None]
     if not unknown:
         return found
     for number in (0, 1):
@@ -349,7 +350,7 @@ def find_values(model: nn.Module, signature: Signature) -> dict[str, Values]:
 def advice(signature: Signature) -> str:
     """Return what to write about integers of which nobody said which they are; empty for none."""
     for spec in signature.inputs:
-        if _is_open(spec) and not is_mask(spec):
+        if _is_open(spec) and spec.open_value is None:
             return f", or the integers it takes, as in {_example(spec, signature)}"
     return ""
 
