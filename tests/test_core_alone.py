@@ -13,11 +13,10 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 TRIP = (
-    "tests/trips/test_predict.py",
     "tests/archiver/test_write.py",
-    "tests/handlers/test_base.py",
+    "tests/trips/test_predict.py::test_the_command_line_predicts[onnx]",
 )
-"""What is run by day: an export, an archive, a served answer, a handler of one's own."""
+"""What is run by day: an export, an archive, a served answer."""
 WHOLE = ("test_docs.py", "test_image.py", "test_notebooks.py", "deploy/test_monitoring.py")
 """What is about the checkout as a whole: pages, notebooks and dashboards name what plug-ins add,
 and the image holds them."""

@@ -50,6 +50,8 @@ def write(
                 # Scripting reads every property of the author's classes, deprecated ones too.
                 warnings.simplefilter("ignore", FutureWarning)
                 program = torch.jit.script(model)
+            with torch.no_grad():
+                program(*example)  # parametrizations, say, compile to a refusal
             torch.jit.save(program, raw)
             details = {"torchscript": "script"}
         # Scripting compiles the author's Python, and refuses most of the language in many ways.

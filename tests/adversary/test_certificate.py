@@ -170,7 +170,7 @@ def _try(files: Files, name: str, change: Change, folder: Path, is_wrong: bool) 
     return Row("certificate", name if is_wrong else f"{name}: {said}", is_wrong, bool(said))
 
 
-PARTS = 18
+PARTS = 45
 """A part of the rows runs by day, all of them at night."""
 
 

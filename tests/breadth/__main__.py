@@ -31,6 +31,7 @@ import torch
 from modelyard.archiver.signature import Dim, Signature, parse_inputs, parse_signature
 from modelyard.archiver.values import End, Values
 from tests.breadth import bare as bare_calls
+from tests.breadth import new
 from tests.breadth.report import print_summary, write_table
 from tests.breadth.table import CASES, FILES, HERE, Case, build
 from tests.serve.live import LiveServer, running
@@ -55,7 +56,11 @@ def main() -> int:
     parser.add_argument("--again", action="store_true", help="repeat torch's own calls too")
     parser.add_argument("--resume", action="store_true", help="leave out what has a result")
     parser.add_argument("--only", choices=["bare", "export"], help="one side, and nothing served")
+    parser.add_argument("--new", nargs="+", metavar="PACKAGE", help="rows of libraries of PyPI")
+    parser.add_argument("--python", help="with --new: that of an environment that has them")
     options = parser.parse_args()
+    if options.new:
+        return new.run(options.new, options)
     results = options.output / "results"
     results.mkdir(parents=True, exist_ok=True)
     chosen = [case for case in CASES.values() if re.search(options.k, case.name)]

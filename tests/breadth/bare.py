@@ -1,5 +1,6 @@
 """What torch's own two calls make of a model: torch.export.export and torch.onnx.export."""
 
+import copy
 import inspect
 import logging
 import random
@@ -10,13 +11,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from modelyard.archiver.signature import Dim, Signature, TensorSpec
 
-CLOSE = 1e-3  # of an output's largest value, or of 1
+CLOSE = 1e-3  # of an output's spread over all cases
+_ROUNDING = 1e-6  # of its largest value, below which float32 says nothing
 Values = tuple[Tensor, ...]
+Run = Callable[[Values], list[Tensor]]
 
 
 def make_inputs(signature: Signature, sizes: dict[str, int], seed: int) -> Values:
@@ -50,7 +53,7 @@ def choose_sizes(signature: Signature) -> list[dict[str, int]]:
 class Bare:
     """A model and how its user calls it."""
 
-    def __init__(self, model: nn.Module, signature: Signature, constants: dict[str, Any]) -> None:
+    def __init__(self, model: Any, signature: Signature, constants: dict[str, Any]) -> None:
         self.model, self.signature, self.constants = model, signature, constants
         takes = inspect.signature(model.forward).parameters
         self.by_name = all(spec.name in takes for spec in signature.inputs)
@@ -68,9 +71,16 @@ class Bare:
         with torch.no_grad():
             return _tensors(self.model(*args, **kwargs))
 
-    def dynamic_shapes(self) -> Any:
-        """Return the dims that may vary, with their ranges."""
-        dims = {name: _dim(dim) for name, dim in self.signature.dims.items()}
+    def of(self, model: Any) -> "Bare":
+        """Return what calls another model in the same way."""
+        other = copy.copy(self)
+        other.model = model
+        return other
+
+    def dynamic_shapes(self, any_size: bool = False) -> Any:
+        """Return the dims that may vary, with their ranges or without."""
+        free = torch.export.Dim.DYNAMIC
+        dims = {n: free if any_size else _dim(dim) for n, dim in self.signature.dims.items()}
         args, kwargs = self.arguments(
             [
                 {i: dims[size.name] for i, size in enumerate(spec.shape) if isinstance(size, Dim)}
@@ -92,50 +102,69 @@ def _tensors(output: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
 
 
-def judge(bare: Bare, run: Callable[[Values], list[Tensor]]) -> str:
+def judge(bare: Bare, run: Run) -> str:
     """Compare with the model at other sizes than it was traced with; return "ok" or what is not."""
-    for seed, sizes in enumerate(choose_sizes(bare.signature)):
-        inputs = make_inputs(bare.signature, sizes, seed)
-        try:
-            expected = bare(inputs)
-        except Exception as error:
-            return f"FAIL of the model itself: {_line(error)}"
+    sizes = choose_sizes(bare.signature)
+    cases = [make_inputs(bare.signature, each, seed) for seed, each in enumerate(sizes)]
+    try:
+        expected = [bare(inputs) for inputs in cases]
+    except Exception as error:
+        return f"FAIL of the model itself: {_line(error)}"
+    limits = [_limit(tensors) for tensors in zip(*expected, strict=False)]
+    for each, inputs, outputs in zip(sizes, cases, expected, strict=True):
         try:
             found = run(inputs)
         except Exception as error:
-            return f"WRONG at {sizes}: {_line(error)}"
-        if problem := difference(expected, found):
-            return f"WRONG at {sizes}: {problem}"
+            return f"WRONG at {each}: {_line(error)}"
+        if problem := difference(outputs, found, limits):
+            return f"WRONG at {each}: {problem}"
     return "ok"
 
 
-def difference(expected: Sequence[Tensor], found: Sequence[Tensor]) -> str:
-    """Return how outputs differ; empty where they agree."""
+def difference(
+    expected: Sequence[Tensor], found: Sequence[Tensor], limits: Sequence[float] | None = None
+) -> str:
+    """Return how outputs differ; empty where they agree. Without limits: by their own spread."""
     if len(expected) != len(found):
         return f"{len(found)} outputs, not {len(expected)}"
-    for one, other in zip(expected, found, strict=True):
+    limits = limits or [_limit([one]) for one in expected]
+    for one, other, limit in zip(expected, found, limits, strict=True):
         if one.shape != other.shape:
             return f"shape {list(other.shape)}, not {list(one.shape)}"
-        if one.is_complex():
-            one, other = torch.view_as_real(one), torch.view_as_real(other)
-        one, other = one.double(), other.double()
-        limit = CLOSE * max(1.0, float(one.abs().nan_to_num(0).max()) if one.numel() else 0.0)
+        one, other = _numbers(one), _numbers(other)
         if not torch.allclose(one, other, rtol=0, atol=limit, equal_nan=True):
-            return f"by {float((one - other).abs().max()):.1e}"
+            return f"by {float((one - other).abs().max()):.1e}, where {limit:.1e} is allowed"
     return ""
+
+
+def _limit(tensors: Sequence[Tensor]) -> float:
+    """Return by how much an output may differ, given its values in all cases."""
+    values = torch.cat([_numbers(each).flatten() for each in tensors])
+    values = values[values.isfinite()]
+    if not values.numel():
+        return 0.0
+    spread = float(values.max() - values.min())
+    return max(CLOSE * spread, _ROUNDING * float(values.abs().max()))
+
+
+def _numbers(tensor: Tensor) -> Tensor:
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double()
 
 
 def call_both(bare: Bare, folder: Path) -> dict[str, str]:
     """Return the verdict on each call."""
+    return {kind: call(bare, folder, kind) for kind in ("pt2", "onnx")}
+
+
+def call(bare: Bare, folder: Path, kind: str) -> str:
+    """Return the verdict on what one of torch's own calls writes, `{kind} dynamic` included."""
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     example = make_inputs(bare.signature, choose_sizes(bare.signature)[0], 0)
-    return {"pt2": _try(_pt2, bare, example, folder), "onnx": _try(_onnx, bare, example, folder)}
-
-
-def _try(call: Callable[..., Any], bare: Bare, example: Values, folder: Path) -> str:
+    kind, _, is_dynamic = kind.partition(" ")
+    shapes = bare.dynamic_shapes(any_size=bool(is_dynamic))
     try:
-        run = call(bare, example, folder)
+        run = _CALLS[kind](bare, example, shapes, folder)
     except Exception as error:
         return f"FAIL {_line(error)}"
     return judge(bare, run)
@@ -149,21 +178,29 @@ def _line(error: BaseException) -> str:
     return f"{type(root).__name__}: {text}"[:160]
 
 
-def _pt2(bare: Bare, example: Values, folder: Path) -> Callable[[Values], list[Tensor]]:
+def _pt2(bare: Bare, example: Values, shapes: Any, folder: Path) -> Run:
     args, kwargs = bare.arguments(example)
-    shapes = bare.dynamic_shapes()
     program = torch.export.export(bare.model, args, kwargs, dynamic_shapes=shapes)
-    module = program.module()
-
-    def run(inputs: Values) -> list[Tensor]:
-        args, kwargs = bare.arguments(inputs)
-        with torch.no_grad():
-            return _tensors(module(*args, **kwargs))
-
-    return run
+    torch.export.save(program, folder / "bare.pt2")
+    return bare.of(torch.export.load(folder / "bare.pt2").module())
 
 
-def _onnx(bare: Bare, example: Values, folder: Path) -> Callable[[Values], list[Tensor]]:
+def _script(bare: Bare, example: Values, shapes: Any, folder: Path) -> Run:
+    return bare.of(_saved(torch.jit.script(bare.model), folder))
+
+
+def _trace(bare: Bare, example: Values, shapes: Any, folder: Path) -> Run:
+    args, kwargs = bare.arguments(example)
+    by = {"example_kwarg_inputs": kwargs} if kwargs else {"example_inputs": args}
+    return bare.of(_saved(torch.jit.trace(bare.model, **by, strict=False), folder))
+
+
+def _saved(program: Any, folder: Path) -> Any:
+    torch.jit.save(program, folder / "bare.ts")
+    return torch.jit.load(folder / "bare.ts")
+
+
+def _onnx(bare: Bare, example: Values, shapes: Any, folder: Path) -> Run:
     import onnxruntime
 
     args, kwargs = bare.arguments(example)
@@ -174,7 +211,7 @@ def _onnx(bare: Bare, example: Values, folder: Path) -> Callable[[Values], list[
         file,
         kwargs=kwargs,
         dynamo=True,
-        dynamic_shapes=bare.dynamic_shapes(),
+        dynamic_shapes=shapes,
         verbose=False,
     )
     options = onnxruntime.SessionOptions()
@@ -191,3 +228,11 @@ def _onnx(bare: Bare, example: Values, folder: Path) -> Callable[[Values], list[
         return [torch.from_numpy(np.asarray(each)) for each in session.run(None, feed)]
 
     return run
+
+
+_CALLS: dict[str, Callable[..., Run]] = {
+    "pt2": _pt2,
+    "onnx": _onnx,
+    "script": _script,
+    "trace": _trace,
+}

@@ -1,6 +1,6 @@
 """Results → what is printed, and the table of docs/breadth.md."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,12 +84,22 @@ def write_table(results: Mapping[str, Result], file: Path | None) -> str:
     """Return the counts; write them and the table between the marks of a markdown file."""
     text = counts(results)
     if file is not None:
-        rows = [HEAD, ("---",) * len(HEAD), *map(_row, results, results.values())]
-        table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-        before, _, rest = file.read_text(encoding="utf-8").partition(START)
-        _, _, after = rest.partition(END)
-        file.write_text(f"{before}{START}\n\n{text}\n\n{table}\n\n{END}{after}", encoding="utf-8")
+        rows = [HEAD, *map(_row, results, results.values())]
+        write_between(file, START, f"{text}\n\n{table(rows)}")
     return text
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Return a table of markdown, its head first."""
+    lines = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def write_between(file: Path, start: str, text: str) -> None:
+    """Replace what a markdown file has from a mark to the end of a table."""
+    before, _, rest = file.read_text(encoding="utf-8").partition(start)
+    _, _, after = rest.partition(END)
+    file.write_text(f"{before}{start}\n\n{text}\n\n{END}{after}", encoding="utf-8")
 
 
 def _row(name: str, result: Result) -> tuple[str, ...]:

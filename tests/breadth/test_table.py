@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from torch import nn
+from torch import Tensor, nn
 
 from modelyard.archiver.signature import parse_inputs
-from tests.breadth import bare
+from tests.breadth import bare, new
 from tests.breadth.report import counts, write_table
 from tests.breadth.table import CASES
 
@@ -55,3 +55,58 @@ def test_counts_are_of_what_a_bare_call_gets_right(tmp_path: Path) -> None:
     assert "| tcn | torch | state dict | right | fail | pt2 | 1e-06 | yes | 3 | yes |" in written
     assert "old" not in written
     assert written.startswith("Before\n") and written.endswith("After\n")
+
+
+class Attention(nn.Module):
+    """A part as libraries have them: what it is built from has no defaults and no types."""
+
+    def __init__(self, dim, num_heads, act_layer, drop=0.1):  # type: ignore[no-untyped-def]
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(dim, dim), act_layer, nn.Linear(dim, num_heads))
+
+    def forward(self, queries: Tensor, keys: Tensor) -> Tensor:
+        return self.net(queries) @ self.net(keys).transpose(1, 2)
+
+
+class Lucky(nn.Module):
+    """It runs at the sizes of which four fit, and at no other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.shape[1] in (2, 9, 4), "none of those"
+        return self.layer(x)
+
+
+def test_classes_are_built_and_get_inputs() -> None:
+    row = new.search(Attention)
+    built = new.make(Attention, row["call"])
+    texts = parse_inputs(row["inputs"])
+    assert row["call"] == "Attention(dim=16, num_heads=2, act_layer=torch.nn.ReLU())"
+    assert [spec.name for spec in texts.inputs] == ["queries", "keys"] and len(texts.dims) == 2
+    assert new.takes(built, texts)
+    assert not new.takes(Lucky(), SIGNATURE)
+    assert new.search(nn.ReLU)["skipped"] == "has 0 parameters"
+
+
+def test_formats_that_only_a_bare_call_gets_right_are_lost(tmp_path: Path) -> None:
+    row = {
+        "package": "p",
+        "version": "1",
+        "class": "m:C",
+        "call": "C()",
+        "inputs": ["x:float32[1]"],
+    }
+    row |= {"ours": {"pt2": "ok"}, "bare": {"pt2": "", "onnx": "ok", "torchscript": "WRONG"}}
+    row |= {"traceback": False, "narrowed": False, "message": "error: no form; full report: f"}
+    row |= {"cpu_s": {"ours": 4.0}, "peak_mb": {"ours": 300}}
+    skipped = {"package": "p", "version": "1", "class": "m:D", "skipped": "no inputs found"}
+    assert new.lost(row) == ["onnx"]
+    text = new.page([row, skipped])
+    assert "1 networks of 1 libraries. 1 further classes" in text
+    assert "- onnx: right in 0. Of the others a bare call is right in 1" in text
+    assert "| p `C()` | `x:float32[1]` | onnx | error: no form |" in text
+    wrong = row | {"ours": {"pt2": "WRONG at {}: by 1"}}
+    assert "Written as proven and wrong: 1 files" in new.totals([wrong])

@@ -5,7 +5,8 @@ detectors, runs without: torchaudio where its library is absent, torchvision whe
 operators that it describes to the tracer exist at least by name.
 """
 
-from importlib.metadata import distribution
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 NAMES = """
@@ -20,15 +21,18 @@ if not _has_ops():
 
 
 def main() -> None:
-    """Change the packages of this environment, once."""
-    for path in (Path(str(distribution("torchaudio").locate_file("torchaudio/lib")))).glob("*.so"):
-        path.unlink()
-    torchvision = Path(str(distribution("torchvision").locate_file("torchvision")))
-    (torchvision / "_C.so").unlink(missing_ok=True)
-    extension = torchvision / "extension.py"
-    text = extension.read_text(encoding="utf-8")
-    if NAMES not in text:
-        extension.write_text(text + NAMES, encoding="utf-8")
+    """Change the packages of this environment, once; those that it has."""
+    with suppress(PackageNotFoundError):
+        library = Path(str(distribution("torchaudio").locate_file("torchaudio/lib")))
+        for path in library.glob("*.so"):
+            path.unlink()
+    with suppress(PackageNotFoundError):
+        torchvision = Path(str(distribution("torchvision").locate_file("torchvision")))
+        (torchvision / "_C.so").unlink(missing_ok=True)
+        extension = torchvision / "extension.py"
+        text = extension.read_text(encoding="utf-8")
+        if NAMES not in text:
+            extension.write_text(text + NAMES, encoding="utf-8")
 
 
 if __name__ == "__main__":

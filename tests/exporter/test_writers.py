@@ -86,3 +86,37 @@ def test_modules_read_their_tensors_by_the_version_that_wrote_them(
         formats=("pt2",),
     )
     assert (tmp_path / "net.pt2").exists()
+
+
+class Length(nn.Module):
+    """Divides a weight by its length."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight / torch.norm(weight, dim=None, keepdim=True)
+
+
+class Parametrized(nn.Module):
+    """Its script compiles and refuses to run; its ONNX states another rank than it gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        nn.utils.parametrize.register_parametrization(self.layer, "weight", Length())
+
+    def forward(self, x: Tensor) -> Any:
+        return self.layer(x)
+
+
+def test_what_runs_is_written_though_a_first_form_does_not(tmp_path: Path) -> None:
+    torch.save(Parametrized().state_dict(), tmp_path / "net.pt")
+    formats = ("onnx", "torchscript")
+    inputs = ["x:float32[batch=1..3,4]"]
+    reports = export(
+        tmp_path / "net.pt",
+        f"{__file__}:Parametrized",
+        inputs,
+        output_dir=tmp_path / "out",
+        formats=formats,
+        quick=True,
+    )
+    assert [report.format for report in reports] == list(formats)

@@ -19,7 +19,7 @@ from modelyard.plugins.ops.rollout.answers import Comparison, Verdict
 from modelyard.plugins.ops.rollout.rule import Judge, Outcome, Tally, parse_rule
 
 LOOK_EVERY = 10
-SEEDS = range(5)
+SEEDS = range(2)
 OF = {verdict: Comparison(verdict, verdict is Verdict.EQUAL) for verdict in Verdict}
 
 
