@@ -37,18 +37,18 @@ class Net(nn.Module):
 
 class Square(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor) -> Any:
         ctx.save_for_backward(x)
         return x * x
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
         return 2 * ctx.saved_tensors[0] * gradients[0]
 
 
 class Straight(torch.autograd.Function):
     @staticmethod
-    def forward(x: Tensor) -> Tensor:
+    def forward(x: Tensor) -> Any:
         return x.round()
 
     @staticmethod
@@ -72,7 +72,7 @@ class Named(NamedTuple):
 
 
 class Symmetric(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return x + x.T
 
 
@@ -84,14 +84,14 @@ class Property(nn.Module):
         self.layer = nn.Linear(4, 4)
 
     @property
-    def never(self) -> Tensor:
+    def never(self) -> Any:
         raise AttributeError("there is none")
 
     @property
     def width(self) -> int:
         return self.layer.out_features
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return self.layer(x).view(-1, self.width)
 
 
@@ -117,7 +117,7 @@ class Loop(nn.Module):
         super().__init__()
         self.parts = nn.ModuleDict({"a b": nn.Linear(4, 4), "c-d": nn.Linear(4, 4)})
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         for part in self.parts.values():
             x = part(x)
         return x
@@ -128,7 +128,7 @@ class Starred(nn.Module):
         super().__init__()
         self.layer = nn.Linear(4, 4)
 
-    def forward(self, *tensors: Tensor, **options: Any) -> Tensor:
+    def forward(self, *tensors: Tensor, **options: Any) -> Any:
         y: Tensor = self.layer(tensors[0])
         return y * options.get("scale", 2)
 
@@ -146,10 +146,10 @@ class Called(nn.Module):
         self.register_buffer("shape", torch.ones(4))
         self.register_parameter("self_", nn.Parameter(torch.ones(4)))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         for name in self.NAMES:
             x = self._modules[name](x)  # type: ignore[misc]
-        return x * self.input * self.shape * self.self_
+        return x * self.input * self.shape * self.self_  # type: ignore[operator]
 
 
 class Words(nn.Module):
@@ -161,10 +161,10 @@ class Words(nn.Module):
             self.add_module(name, nn.Linear(4, 4))
         self.register_buffer("def", torch.ones(4))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         for part in self._modules.values():
             x = part(x)  # type: ignore[misc]
-        return x * self._buffers["def"]
+        return x * self._buffers["def"]  # type: ignore[operator]
 
 
 def hooked() -> nn.Module:
@@ -213,7 +213,7 @@ def tied() -> nn.Module:
     return net
 
 
-def windows(x: Tensor) -> Tensor:
+def windows(x: Tensor) -> Any:
     """Pad to whole windows of three, as attention over windows does."""
     n = x.shape[0]
     return F.pad(x, (0, 0, 0, math.ceil(n / 3) * 3 - n)).view(-1, 3, 4).mean(1).sum(0) + x
@@ -230,9 +230,9 @@ def y(s: Any, x: Tensor) -> Tensor:
 
 
 ODD: dict[str, tuple[Build, tuple[str, ...]]] = {
-    "autograd.Function": (lambda: Net(lambda s, x: Square.apply(y(s, x))), BOTH),
+    "autograd.Function": (lambda: Net(lambda s, x: apply(Square, y(s, x))), BOTH),
     "autograd.Function with setup_context": (
-        lambda: Net(lambda s, x: Straight.apply(y(s, x))),
+        lambda: Net(lambda s, x: apply(Straight, y(s, x))),
         BOTH,
     ),
     "names of GraphModule": (Called, SCRIPT),
@@ -325,22 +325,28 @@ class Batch(collections.UserDict):  # type: ignore[type-arg]
         raise TypeError("iteration over a 0-d tensordict")
 
 
-def asserted(x: Tensor) -> Tensor:
-    torch._assert(x.shape[1] == 4, "four columns")
+def apply(function: Any, x: Tensor) -> Any:
+    return function.apply(x)
+
+
+def asserted(x: Tensor) -> Any:
+    check: Any = torch._assert
+    check(x.shape[1] == 4, "four columns")
     return x * 2
 
 
-def asserted_later(x: Tensor) -> Tensor:
+def asserted_later(x: Tensor) -> Any:
     torch._assert_async((x.abs() < 1e9).all(), "too large")
     return x * 2
 
 
-def checked(x: Tensor) -> Tensor:
-    torch._check(x.shape[0] > 0)
+def checked(x: Tensor) -> Any:
+    check: Any = torch._check
+    check(x.shape[0] > 0)
     return x * 2
 
 
-def autocast(s: Any, x: Tensor) -> Tensor:
+def autocast(s: Any, x: Tensor) -> Any:
     with torch.autocast("cpu", enabled=False):
         return y(s, x)
 
@@ -353,12 +359,12 @@ def called(s: Any, x: Tensor) -> Any:
     return torch.func.functional_call(s.layer, {"weight": s.layer.weight * 2}, (x,))
 
 
-def counting(s: Any, x: Tensor) -> Tensor:
+def counting(s: Any, x: Tensor) -> Any:
     s.calls += 1
     return y(s, x) * s.calls
 
 
-def remembers(s: Any, x: Tensor) -> Tensor:
+def remembers(s: Any, x: Tensor) -> Any:
     s.last = y(s, x)
     return s.last * 2
 
