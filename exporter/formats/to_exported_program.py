@@ -109,12 +109,13 @@ def write(program: ExportedProgram, path: Path) -> dict[str, object]:
 
 
 def _foreign(program: ExportedProgram) -> list[str]:
-    called = {node.target for node in _nodes(program) if isinstance(node.target, OpOverload)}
-    return sorted(str(each) for each in called if _is_foreign(each))
+    return sorted({str(node.target) for node in _nodes(program) if _is_foreign(node.target)})
 
 
-def _is_foreign(operator: Any) -> bool:
-    return bool(operator_problem(f"torch.ops.{operator}"))
+def _is_foreign(called: Any) -> bool:
+    if isinstance(called, OpOverload):
+        return bool(operator_problem(f"torch.ops.{called}"))
+    return str(getattr(called, "__module__", "")).startswith("torch._functorch")  # vmap, grad
 
 
 def _decomposed(program: ExportedProgram) -> ExportedProgram:
@@ -131,6 +132,7 @@ def _decomposed(program: ExportedProgram) -> ExportedProgram:
     with suppress(Exception), quiet(*_TALKATIVE), any_length():
         decomposed: ExportedProgram = program.run_decompositions(table)
         _leave_inputs(decomposed)
+        free_names(decomposed)
         return decomposed
     return program
 
