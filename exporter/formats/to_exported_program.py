@@ -132,7 +132,6 @@ def _decomposed(program: ExportedProgram) -> ExportedProgram:
     with suppress(Exception), quiet(*_TALKATIVE), any_length():
         decomposed: ExportedProgram = program.run_decompositions(table)
         _leave_inputs(decomposed)
-        free_names(decomposed)
         return decomposed
     return program
 
@@ -325,7 +324,8 @@ def free_names(program: ExportedProgram) -> None:
 
     def free(name: str) -> str:
         # So torch calls a part of the model where it reads bytecode.
-        first, dot, rest = re.sub(r"__dict__\['_modules'\]\['(\w+)'\]", r"\1", name).partition(".")
+        name = re.sub(r"__dict__\['_modules'\]\['(\w+)'\]", r"\1", name)
+        first, dot, rest = name.partition(".")
         return f"{first}_{dot}{rest}" if first in taken else name
 
     _rename(program, free)
