@@ -141,7 +141,7 @@ def choose(
         )
     rule, reason = _choose(handler, report, folder, packed)
     files = list(_files(rule, folder, packed))
-    have = {*packed, *(file.name for file in files)}
+    have = {*packed, *(file.name for file in files), *([FEATURES_FILE] if report.table else ())}
     if rule.needs and not have & set(rule.needs):
         seen = f"{folder} holds none" if folder else "the checkpoint's folder is not known"
         raise CannotArchive(
@@ -155,18 +155,19 @@ def _choose(
     handler: str, report: Report, folder: Path | None, packed: Collection[str]
 ) -> tuple[Rule, str]:
     if handler != AUTO:
-        known = [rule for rule in RULES if rule.handler == handler]
-        if not known:
+        if (known := _rule(handler)) is None:
             names = ", ".join(rule.handler for rule in RULES)
             raise CannotArchive(
                 f"--from goes with a built-in handler that reads files of the folder ({names}), "
                 f"not with {handler}; pack files with --extra-files"
             )
-        return known[0], "as given"
+        return known, "as given"
     signature = report.signature
     takes, gives = _inputs_of(signature), _outputs_of(signature)
     found = [rule for rule in RULES if rule.takes in takes and set(rule.gives) & gives]
     name = report.model.rpartition(":")[2] if report.model.startswith(_LIBRARY) else ""
+    if report.table and (table := _rule("tabular")):
+        return table, "the report names the columns that it takes"
     if by_class := [rule for rule in found if any(name.endswith(end) for end in rule.endings)]:
         found, reason = by_class, f"the model is a {name}"
     else:
@@ -185,6 +186,10 @@ def _choose(
         f"several handlers fit: {reasons}; base_handler for JSON numbers as they are. {shown}; "
         "give one as --handler"
     )
+
+
+def _rule(handler: str) -> Rule | None:
+    return next((rule for rule in RULES if rule.handler == handler), None)
 
 
 def _reason(rule: Rule) -> str:

@@ -21,7 +21,7 @@ from modelyard.archiver.explanations import (
     parse_explanations,
     spread,
 )
-from modelyard.archiver.handler_files import LABELS_FILE
+from modelyard.archiver.handler_files import FEATURES_FILE, LABELS_FILE
 from modelyard.archiver.labels import doubled_labels
 from modelyard.archiver.manifest import ARCHIVER_VERSION, Explain, Golden, Manifest, Seal
 from modelyard.archiver.model_config import keys_without_effect, parse_model_config, unknown_keys
@@ -227,6 +227,8 @@ def plan_archive(request: ArchiveRequest) -> Plan:
         collector.add_file(file, "extra file")
     collector.add_config(request.config_file)
     collector.add_labels(report)
+    if known == "tabular":
+        collector.add_table(report)
     collector.check_labels(is_own=entry_point is None or entry_point.file is not None)
     golden = collector.add_examples(request.examples)
     collector.set_reference(request.reference)
@@ -397,6 +399,12 @@ class _Collector:
         """Pack the names that the checkpoint has for its classes, where no file has others."""
         if report and report.labels and not {p.name for p in self.parts} & set(LABELS):
             self.parts.append(Part(LABELS_FILE, format_json(report.labels), "labels of the report"))
+
+    def add_table(self, report: Report | None) -> None:
+        """Pack the names of the columns that the model takes, where no file has others."""
+        if report and report.table and FEATURES_FILE not in {part.name for part in self.parts}:
+            said = "columns of the report"
+            self.parts.append(Part(FEATURES_FILE, format_json(report.table), said))
 
     def check_labels(self, is_own: bool) -> None:
         """Check the labels that somebody wrote; an author's handler may read them otherwise.

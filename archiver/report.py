@@ -96,6 +96,8 @@ class Report:
     """Output → whether its numbers are probabilities already, where the export found it out."""
     labels: Mapping[str, str] = field(default_factory=dict)
     """What the checkpoint calls its classes, by index."""
+    table: Mapping[str, Any] = field(default_factory=dict)
+    """Content of `features.json`, where the export knows the columns that the model takes."""
     trusted_operators: tuple[str, ...] = ()
     """What a program calls beside the operators of the list; its author said `--trust`."""
 
@@ -135,6 +137,7 @@ def parse_report(data: bytes, path: Path) -> Report:
     checkpoint, versions = fields.object("checkpoint"), _optional(fields, "versions")
     details = _optional(fields, "details")
     stated, labels = _optional(details, "probabilities"), _optional(details, "labels")
+    table = details.values.get("table")
     report = Report(
         path,
         format=fields.text("format"),
@@ -150,6 +153,7 @@ def parse_report(data: bytes, path: Path) -> Report:
         versions={name: versions.text(name) for name in versions.values},
         probabilities={name: stated.boolean(name) for name in stated.values},
         labels={index: labels.text_or_none(index) or "" for index in labels.values},
+        table=table if isinstance(table, dict) else {},
         trusted_operators=_trusted(details),
     )
     if problems:

@@ -118,9 +118,8 @@ def goes_elsewhere(model: nn.Module, signature: Signature) -> list[str]:
 class NotTensor:
     """An output of a file that is not a tensor of numbers, of which nothing but that is known."""
 
-    def __init__(self, kind: str, advice: str, *, is_needed: bool = True) -> None:
+    def __init__(self, kind: str, *, is_needed: bool = True) -> None:
         self.kind = kind
-        self.advice = advice
         self.is_needed = is_needed
         """Whether what it holds is in no other output, so that a person has to choose."""
 
@@ -273,14 +272,11 @@ def _output_name(key: str) -> str:
 
 def _refusal(output: Any, own: Mapping[str, str], others: Mapping[str, Any]) -> str:
     lines = f"forward() gives {_described(output)}; expected tensors, in tuples, dicts, dataclasses"
-    advice = next((value.advice for value in others.values() if isinstance(value, NotTensor)), "")
     if not own:
-        return f"{lines}: wrap the model in one that gives them{advice}"
+        return f"{lines}: wrap the model in one that gives them"
     caches = any("cache" in type(value).__name__.lower() for value in others.values())
     config = ", or build the model without its cache: --model-args '{\"use_cache\": false}'"
-    return (
-        f"{lines}: keep what is wanted, as --output {next(iter(own))}{config if caches else advice}"
-    )
+    return f"{lines}: keep what is wanted, as --output {next(iter(own))}{config if caches else ''}"
 
 
 def _leaves(output: Any, way: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
+from modelyard.archiver.signature import Batching
 from modelyard.base.extras import what_is_missing
 from modelyard.base.plugins import registered
 from modelyard.exporter.arguments import take_inputs, take_submodule
@@ -26,13 +28,20 @@ from modelyard.exporter.errors import (
     join_failures,
     propose_no_failed_format,
 )
-from modelyard.exporter.formats import to_aoti, to_exported_program, to_onnx, to_torchscript
+from modelyard.exporter.formats import (
+    rerun,
+    to_aoti,
+    to_exported_program,
+    to_onnx,
+    to_torchscript,
+)
 from modelyard.exporter.formats.diagnose import explain
 from modelyard.exporter.formats.from_onnx import file_of
 from modelyard.exporter.formats.guards import Guards
 from modelyard.exporter.ingest import ONNX, PROGRAM, Checkpoint, read_checkpoint
 from modelyard.exporter.inputs.samples import as_request
 from modelyard.exporter.inputs.settle import Inputs, settle
+from modelyard.exporter.prove.calibration import doubts
 from modelyard.exporter.prove.checker import Checker
 from modelyard.exporter.prove.locate import first_difference
 from modelyard.exporter.prove.parity import ExportReport, Parity, check, publish, sha256
@@ -44,6 +53,8 @@ PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float
 _LOAD, _RUN, _WRITE, _CHECK = "load {}", "run the checkpoint's model", "write {}", "check {}"
 
 _Writer = Callable[[Path], Mapping[str, object]]
+_Draft = tuple[Path, Mapping[str, object], Parity, Batching]
+"""An artifact that agrees, what the report states of it, and whether its rows keep apart."""
 
 
 def run(request: ExportRequest) -> list[ExportReport]:
@@ -84,11 +95,14 @@ def run(request: ExportRequest) -> list[ExportReport]:
             # Values outside of what it is calibrated for are cut off, as made-up ones would be.
             sample_only=request.sample_only or request.quantize == STATIC,
         )
+        if inputs.calibration:
+            notes += doubts(reference.original, inputs.calibration, signature)
         details |= {
             "dtype": request.dtype,
             "submodule": request.submodule,
             "probabilities": dict(reference.probabilities),
             "labels": checkpoint.named_labels(),
+            "table": _table(reference),
         }
         with _workspace(request.output_dir) as folder:
             drafts, failures = _write_each(request, reference, inputs, folder)
@@ -100,7 +114,7 @@ def run(request: ExportRequest) -> list[ExportReport]:
                     format=format,
                     artifact_sha256=sha256(draft),
                     artifact_bytes=draft.stat().st_size,
-                    signature=reference.signature,
+                    signature=replace(reference.signature, batching=batching),
                     parity=parity,
                     checkpoint=request.checkpoint.name,
                     checkpoint_sha256=checkpoint.sha256,
@@ -111,9 +125,13 @@ def run(request: ExportRequest) -> list[ExportReport]:
                     device=str(device),
                     details={key: value for key, value in details.items() if value} | dict(written),
                     command=command_of(request, [format]),
-                    warnings=(*notes, *reference.warnings),
+                    warnings=(
+                        *notes,
+                        *reference.warnings,
+                        *(f"{format}: {lost}" for lost in parity.outside(request.max_loss)),
+                    ),
                 )
-                for format, (draft, written, parity) in drafts.items()
+                for format, (draft, written, parity, batching) in drafts.items()
             ]
             for report in reports:
                 if report.artifact.exists():
@@ -153,13 +171,13 @@ _STAGES = {
 
 def _write_each(
     request: ExportRequest, reference: Reference, inputs: Inputs, folder: Path
-) -> tuple[dict[str, tuple[Path, Mapping[str, object], Parity]], dict[str, ExportError]]:
+) -> tuple[dict[str, _Draft], dict[str, ExportError]]:
     """Write and prove every format; return the drafts of those that agree, and why others do not.
 
     The process that checks imports its libraries while the first file is written.
     """
     writers = _writers(request, reference, inputs)
-    drafts: dict[str, tuple[Path, Mapping[str, object], Parity]] = {}
+    drafts: dict[str, _Draft] = {}
     failures: dict[str, ExportError] = {}
     with tempfile.TemporaryDirectory(dir=folder) as exchange, Checker(Path(exchange)) as checker:
         for format in request.chosen_formats():
@@ -172,7 +190,7 @@ def _write_each(
                 parity = _prove(
                     request, format, draft, reference, checker, cast(list[str], trusted)
                 )
-                drafts[format] = draft, written, parity
+                drafts[format] = draft, written, parity, _batching(reference, checker, parity)
             except ExportError as error:
                 failures[format] = error
             # Writers run torch's and the author's code, which fails in any way; others go on.
@@ -203,6 +221,21 @@ def _prove(
         locate=lambda case: first_difference(draft, format, reference, case),
         trusted=trusted,
     )
+
+
+def _batching(reference: Reference, checker: Checker, parity: Parity) -> Batching:
+    """Find whether rows keep apart in the artifact that was compared last, as it will be served."""
+    assert reference.rows is not None
+    return reference.rows.find(
+        lambda inputs: checker.run("a batch of other rows", inputs),
+        parity.tolerance if reference.is_lowered else 0.0,
+    )
+
+
+def _table(reference: Reference) -> Mapping[str, object]:
+    """Return what `features.json` says of a file of scikit-learn and the like."""
+    file = file_of(reference.original)
+    return file.table(reference.signature, reference.keys) if file else {}
 
 
 def _nothing_written(failures: Mapping[str, ExportError]) -> ExportError:
@@ -275,12 +308,24 @@ def _writers(request: ExportRequest, reference: Reference, inputs: Inputs) -> di
 
     def write_onnx(path: Path) -> Mapping[str, object]:
         if (file := file_of(model)) is not None:
-            details = file.write(path, signature, reference.keys)
+            details = {**file.write(path, signature, reference.keys)}
         else:
             details = to_onnx.write(program(), signature, path)
-        if request.quantize == STATIC:
-            return {**details, **to_onnx.quantize_static(path, signature, inputs.calibration)}
-        return {**details, **to_onnx.quantize(path)} if request.quantize else details
+        if request.quantize is None:
+            return details
+        full = path.with_name(f"full-{path.name}")
+        shutil.copyfile(path, full)
+        is_static = request.quantize == STATIC
+        details |= (
+            to_onnx.quantize_static(path, signature, inputs.calibration)
+            if is_static
+            else to_onnx.quantize(path)
+        )
+        if request.exact_labels:
+            samples = inputs.calibration if is_static else inputs.samples
+            details |= rerun.write(path, full, signature, samples, reference.run)
+        full.unlink()
+        return details
 
     return {
         "pt2": lambda path: to_exported_program.write(program(), path),

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch._decomp import decomposition_table
 from torch.export import ExportedProgram
@@ -193,8 +194,73 @@ def quantize(path: Path) -> dict[str, object]:
 
     with _without_shapes(path) as plain:
         quantize_dynamic(plain, path, weight_type=QuantType.QUInt8)
-    count = sum(node.op_type in _QUANTIZED for node in onnx.load(path).graph.node)
+    model = onnx.load(path)
+    _scale_each_row(model.graph)
+    onnx.save(model, path)
+    count = sum(node.op_type in _QUANTIZED for node in model.graph.node)
     return _counted("int8-dynamic", count, "matrix product, convolution or LSTM with weights")
+
+
+def _scale_each_row(graph: Any) -> None:
+    """Give each row of an activation a scale of its own, so that no row changes another's answer.
+
+    onnxruntime's quantiser takes one for the whole batch (DynamicQuantizeLinear). A row is that of
+    a matrix product, and all of an example for a convolution. An LSTM's are inside of its operator.
+    """
+    from onnx import helper, numpy_helper
+
+    users: dict[str, list[Any]] = {}
+    for node in graph.node:
+        for name in node.input:
+            users.setdefault(name, []).append(node)
+    weights = {each.name: len(each.dims) for each in graph.initializer}
+    makers = {name: node for node in graph.node for name in node.output}
+    constants: dict[str, NDArray[Any]] = {}
+    nodes: list[Any] = []
+    after: dict[str, Any] = {}
+    for node in graph.node:
+        is_scaled = node.op_type == "DynamicQuantizeLinear" and all(
+            user.input[0] == node.output[0] and weights.get(user.input[1], 0) > 1
+            for user in users[node.output[0]]
+        )
+        if not is_scaled:
+            nodes.append(node)
+            if later := after.get(node.output[0]):
+                node.output[0] = later.input[0]
+                nodes.append(later)
+            continue
+        (value,), (quantized, scale, zero) = node.input, node.output
+        # What is never negative has all 256 steps above zero.
+        is_positive = value in makers and makers[value].op_type in ("Relu", "Sigmoid", "Softmax")
+        steps, middle = ("row_255", "row_0") if is_positive else ("row_127", "row_128")
+        constants |= {"row_least": np.array(1e-30, np.float32), "row_unit": np.array(1, np.float32)}
+        constants[steps] = np.array(255 if is_positive else 127, np.float32)
+        constants[middle] = np.array(0 if is_positive else 128, np.uint8)
+        kernel = [user for user in users[quantized] if user.op_type == "ConvInteger"]
+        along = list(range(1, weights[kernel[0].input[1]])) if kernel else [-1]
+        dims = f"row_dims_{len(along)}"
+        constants[dims] = np.array(along, np.int64)
+        size, largest, most, ratio = (f"{scale}_{n}" for n in ("size", "largest", "most", "ratio"))
+        nodes += [
+            helper.make_node("Abs", [value], [size]),
+            helper.make_node("ReduceMax", [size, dims], [largest]),
+            helper.make_node("Max", [largest, "row_least"], [most]),
+            helper.make_node("Div", [most, steps], [scale]),
+            helper.make_node("Div", [value, scale], [ratio]),
+            helper.make_node("QuantizeLinear", [ratio, "row_unit", middle], [quantized]),
+        ]
+        for user in users[zero]:
+            user.input[list(user.input).index(zero)] = middle
+        # Divided last: of a product of scales onnxruntime makes one operator, for one scale only.
+        for user in users[scale]:
+            user.input[list(user.input).index(scale)] = most
+            name = user.output[0]
+            after[name] = helper.make_node("Div", [f"{name}_most", steps], [name])
+    graph.initializer.extend(
+        numpy_helper.from_array(value, name) for name, value in constants.items()
+    )
+    del graph.node[:]
+    graph.node.extend(nodes)
 
 
 def _counted(kind: str, count: int, what: str) -> dict[str, object]:

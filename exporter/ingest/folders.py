@@ -52,6 +52,7 @@ from modelyard.exporter.ingest.value import (
 
 _MAX_PLACES = 100
 _LABELS = "index_to_name.json"
+_FOREIGN = ("tf_model.h5", "flax_model.msgpack")
 _WEIGHT_FILES = (
     "model.safetensors",
     "model.safetensors.index.json",
@@ -215,6 +216,14 @@ def _distributed_inside(
             return _distributed(inside(folder, name), announce)
     if not own and (elsewhere := _weights_inside(folder)):
         raise refusal("unknown", folder.name, elsewhere)
+    foreign = [file.name for file in sorted(folder.glob("*_model.*")) if file.name in _FOREIGN]
+    if foreign and not own:
+        way = "from_tf" if foreign[0].endswith(".h5") else "from_flax"
+        raise CheckpointError(
+            f'"{folder.name}" has {foreign[0]}, weights of another framework, alone; expected '
+            f"model.safetensors: with transformers 4, load the folder by AutoModel.from_pretrained"
+            f"(…, {way}=True) and write it by save_pretrained"
+        )
     seen = f"several files of weights ({', '.join(own)})" if own else "no file of weights"
     raise CheckpointError(
         f'"{folder.name}" has {seen}; expected one of {", ".join(_WEIGHT_FILES)}: give the file '

@@ -110,6 +110,12 @@ def find_weights(root: Any, file: str, refused: tuple[str, ...] = ()) -> Classif
                 "where it was trained: get_model_state_dict(model, options=StateDictOptions("
                 "full_state_dict=True)), or save it with torch.distributed.checkpoint"
             )
+        if any(name.startswith("torchao.") for name in refused):
+            raise CheckpointError(
+                f'checkpoint "{file}" holds weights that torchao has quantised{wants}; expected '
+                "those that they were made from: export the float checkpoint, with --quantize "
+                "int8-dynamic for a small file"
+            )
         raise CheckpointError(
             f'checkpoint "{file}" holds {_shown(content)}{wants}; expected a plain state dict, '
             "name → tensor, or a dict that has one: save model.state_dict()"

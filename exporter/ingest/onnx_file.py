@@ -1,6 +1,6 @@
 """An ONNX file → its protobuf with every weight inside, checked; nothing of it is run."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,25 +110,41 @@ def outputs_of(model: Any) -> list[Value]:
 
 def labels_of(model: Any) -> dict[int, str]:
     """Return the names of the classes that a classifier inside the file gives, by their places."""
-    for node in _nodes(model):
-        for attribute in node.attribute:
-            if attribute.name == "classlabels_strings" and attribute.strings:
-                return {
-                    i: name.decode("utf-8", "replace") for i, name in enumerate(attribute.strings)
-                }
-    return {}
+    return {at: name for at, name in enumerate(classes_of(model)) if isinstance(name, str)}
+
+
+def classes_of(model: Any) -> list[Any]:
+    """Return the classes of a classifier inside the file, texts or whole numbers."""
+    for key in ("classlabels_strings", "classlabels_int64s", "classlabels_ints"):
+        for node in nodes_of(model):
+            if classes := attribute_of(node, key, ()):
+                return as_texts(classes) if key == "classlabels_strings" else list(classes)
+    return []
+
+
+def as_texts(values: Iterable[bytes]) -> list[str]:
+    """Return what an attribute or a weight of texts holds."""
+    return [value.decode("utf-8", "replace") for value in values]
+
+
+def attribute_of(node: Any, name: str, otherwise: Any) -> Any:
+    """Return the value of a node's attribute."""
+    from onnx.helper import get_attribute_value
+
+    found = (get_attribute_value(each) for each in node.attribute if each.name == name)
+    return next(found, otherwise)
 
 
 def names_in(model: Any) -> set[str]:
     """Return every name of a value in the file."""
-    return {name for node in _nodes(model) for name in (*node.input, *node.output)} | {
+    return {name for node in nodes_of(model) for name in (*node.input, *node.output)} | {
         each.name for each in (*model.graph.input, *model.graph.output, *model.graph.initializer)
     }
 
 
 def is_quantized(model: Any) -> bool:
     """Return whether it computes with quantised values, whose rounding optimisations move."""
-    return any("Quantize" in node.op_type or "Integer" in node.op_type for node in _nodes(model))
+    return any("Quantize" in node.op_type or "Integer" in node.op_type for node in nodes_of(model))
 
 
 def dtype_of(number: int) -> str:
@@ -156,7 +172,8 @@ def _size(dim: Any) -> int | str | None:
     return int(dim.dim_value) if dim.dim_value > 0 else dim.dim_param or None
 
 
-def _nodes(model: Any) -> Iterator[Any]:
+def nodes_of(model: Any) -> Iterator[Any]:
+    """Yield every node of a file, those of its subgraphs and functions too."""
     for owner in (model.graph, *model.functions):
         yield from _nodes_in(owner.node)
 

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from modelyard.exporter.errors import CheckpointError, cause
+from modelyard.exporter.ingest.estimators import estimator_refusal
 from modelyard.exporter.ingest.exported_program import read_exported_program
 from modelyard.exporter.ingest.kinds import (
     Classification,
@@ -63,6 +64,8 @@ def read_file(source: Source, announce: Announce | None = None) -> ParsedCheckpo
     format = sniff_source(source)
     reader = _READERS.get(format)
     if reader is None:
+        if (known := estimator_refusal(source)) is not None:
+            raise known
         inside = [name for name in packed_names(source) if may_hold_weights(name)]
         raise refusal(format, source.name, inside, is_packed=True)
     parsed = reader(source, announce)

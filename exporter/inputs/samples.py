@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
@@ -493,6 +493,14 @@ def hold_out(samples: Sequence[Sample], signature: Signature) -> Split:
     return Split(part(False), part(True), count - held_out_rows, held_out_rows)
 
 
+def in_batches(sample: Sample, signature: Signature) -> Iterator[Sample]:
+    """Yield a sample; its rows in batches, where it holds more or fewer than one may have."""
+    if not has_rows(signature) or sample.rows in cast(Dim, signature.batch):
+        yield sample
+    else:
+        yield from _in_batches(sample, signature, torch.ones(sample.rows, dtype=torch.bool))
+
+
 def _in_batches(rows: Sample, signature: Signature, chosen: Tensor) -> Iterator[Sample]:
     """Yield some rows in the largest batches; a last one that is too small begins anew."""
     batch = signature.batch
@@ -522,18 +530,16 @@ def choose_example(samples: Sequence[Sample], signature: Signature) -> Sample:
     return min((*tried, *samples), key=awkward)
 
 
-def two_batches(
-    samples: Sequence[Sample], signature: Signature, size: int
-) -> tuple[Sample, Sample] | None:
-    """Return two batches of a size whose rows differ at every place; None of one row only."""
+def rows_of(samples: Sequence[Sample], signature: Signature) -> Sample | None:
+    """Return rows that are not all the same; None where the samples have one row only."""
     batch = signature.batch
     for rows in _rows(samples, signature):
         assert isinstance(batch, Dim)
-        one, other = take_rows(rows, batch, size), take_rows(rows, batch, size, first=1)
+        one, other = take_rows(rows, batch, 2), take_rows(rows, batch, 2, first=1)
         pairs = zip(one.inputs, other.inputs, strict=True)
-        differ = [(a != b).reshape(size, -1).any(dim=1) for a, b in pairs]
+        differ = [(a != b).reshape(2, -1).any(dim=1) for a, b in pairs]
         if bool(torch.stack(differ).any(dim=0).all()):
-            return one, other
+            return rows
     return None
 
 

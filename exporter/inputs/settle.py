@@ -21,6 +21,7 @@ from modelyard.exporter.inputs.samples import (
     Sample,
     has_rows,
     hold_out,
+    in_batches,
     is_picture,
     names_inputs,
     picture_size,
@@ -81,7 +82,7 @@ def settle(
             request.report_line(line)
     check_output_names(request.output_names, signature)
     is_static = request.quantize == STATIC
-    is_split = is_static and has_rows(signature)
+    is_split = has_rows(signature)
     samples = tuple(
         read_sample(path, signature, is_split=is_split, folder=checkpoint.path)
         for path in request.samples
@@ -98,6 +99,7 @@ def settle(
         return Inputs(
             texts, signature, split.held_out, split.calibration, None, {"calibration": stated}
         )
+    samples = tuple(part for sample in samples for part in in_batches(sample, signature))
     example = _saved_example(checkpoint, signature, notes)
     return Inputs(texts, signature, (*samples, *([example] if example else [])), (), example)
 

@@ -15,11 +15,15 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from modelyard.archiver.signature import Dim, Signature
 from modelyard.exporter.errors import ParityError
 from modelyard.exporter.prove.checker import Checker
+from modelyard.exporter.prove.loss import MAX_LOSS, Loss, LossLearner
 from modelyard.exporter.prove.reference import Case, Cases, Reference
 from modelyard.exporter.request import report_path
+from modelyard.handlers.models.backends import type_name
 from modelyard.handlers.proof.agree import (
     ILL_CONDITIONED_RULE,
     ORDINARY_KINDS,
@@ -28,6 +32,7 @@ from modelyard.handlers.proof.agree import (
     Difference,
     Rule,
     allowance,
+    compare,
     disagreement,
     rule_for,
     worst,
@@ -45,6 +50,9 @@ _ADVICE = {
 _CHOICE = (
     "forward() chooses by a size, and went the way for {}: give --input a range in which that "
     "holds, use torch.cond, or export --format torchscript"
+)
+_COARSE = (
+    "this --dtype is too coarse for the model: keep fp32, or give the --tolerance that is meant"
 )
 _OVERFLOW = "float16 ends at 65504: use --dtype bf16, or keep fp32"
 _QUANTIZED_ADVICE = "this model needs its full precision: export without --quantize"
@@ -85,6 +93,26 @@ class Parity:
     scales: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Output → what its numbers are measured by."""
 
+    losses: Mapping[str, Loss] = field(default_factory=dict)
+    """Output → what a lower precision loses of it."""
+    losses_on: str = ""
+    """Rows on which that was measured."""
+
+    @property
+    def loss(self) -> float:
+        """The largest loss of all outputs; 0 where none was measured."""
+        return max((each.loss for each in self.losses.values()), default=0.0)
+
+    def outside(self, most: float | None) -> list[str]:
+        """Name the outputs that lose more than a lower precision may without a word."""
+        most = MAX_LOSS if most is None else most
+        return [
+            f'"{name}" loses more than {most:.2%} by the lower precision, on {each.rows} '
+            f"{self.losses_on}: {lost}"
+            for name, each in self.losses.items()
+            if (lost := each.outside(most))
+        ]
+
     @property
     def max_abs(self) -> float:
         """The largest difference of all outputs."""
@@ -102,6 +130,8 @@ class Parity:
             name: {**asdict(each), **verdict, "scale": self.scales.get(name, {})}
             for name, each in self.outputs.items()
         }
+        for name, loss in self.losses.items():
+            outputs[name]["loss"] = {**asdict(loss), "loss": loss.loss, "on": self.losses_on}
         return {**found, "batches": list(self.batches), "outputs": outputs}
 
 
@@ -237,12 +267,12 @@ def check(
         spec.name: rule_for(spec.dtype, tolerance, is_quantized, reference.is_double)
         for spec in signature.outputs
     }
-    outputs = [(spec.name, spec.dtype, rules[spec.name].tolerance) for spec in signature.outputs]
     by_case: list[list[dict[str, Any]]] = []
+    losses = _Losses(reference) if is_quantized or reference.is_lowered else None
     try:
-        checker.open(artifact, format, device, outputs, trusted)
+        checker.open(artifact, format, device, trusted)
         for _ in probes:
-            by_case.append(_measure(checker, reference.cases, len(by_case)))
+            by_case.append(_measure(checker, reference, rules, len(by_case), losses))
     except ParityError as error:
         guard = reference.cases.why(probes[len(by_case)].sizes) if by_case else ""
         advice = _CHOICE.format(guard) if guard else _ADVICE[format]
@@ -266,7 +296,9 @@ def check(
         where = f"; {locate(reference.cases[place])}" if locate else ""
         if guard := reference.cases.why(probes[place].sizes):
             raise ParityError(f"{format}: {differences}; {_CHOICE.format(guard)}")
-        advice = _OVERFLOW if _overflows(judged, reference, where) else _ADVICE[format]
+        advice = _COARSE if reference.is_lowered else _ADVICE[format]
+        if _overflows(judged, reference, where):
+            advice = _OVERFLOW
         raise ParityError(f"{format}: {differences}{where}; {advice}")
     return Parity(
         tolerance=max(rule.tolerance for rule in rules.values()),
@@ -281,13 +313,61 @@ def check(
             name: scale.to_json()
             for name, scale in zip(rules, reference.cases.scales.of(), strict=True)
         },
+        losses=losses.all() if losses else {},
+        losses_on=losses.on if losses else "",
     )
 
 
-def _measure(checker: Checker, cases: Cases, place: int) -> list[dict[str, Any]]:
-    case = cases[place]
-    scales = cases.scales.of(case.probe.kind)
-    return checker.measure(str(case.probe), case.inputs, case.outputs, scales)
+def _measure(
+    checker: Checker,
+    reference: Reference,
+    rules: Mapping[str, Rule],
+    place: int,
+    losses: "_Losses | None",
+) -> list[dict[str, Any]]:
+    """Compare one case's outputs: their number, then dtypes and shapes, then values."""
+    case = reference.cases[place]
+    found = checker.run(str(case.probe), case.inputs)
+    if len(found) != len(rules):
+        raise ParityError(f"the artifact gives {len(found)} outputs, expected {', '.join(rules)}")
+    measured = []
+    scales = reference.cases.scales.of(case.probe.kind)
+    for spec, expected, tensor, scale in zip(
+        reference.signature.outputs, case.outputs, found, scales, strict=True
+    ):
+        right = f"{spec.dtype}[{','.join(map(str, expected.shape))}]"
+        if (seen := type_name(tensor)) != right:
+            raise ParityError(f'output "{spec.name}" is {seen} at {case.probe}, expected {right}')
+        measured.append(compare(expected, tensor, rules[spec.name].tolerance, scale))
+    if losses and place in losses.places:
+        losses.see(case.outputs, found)
+    return measured
+
+
+class _Losses:
+    """What the outputs of an artifact lose on ordinary values: those of samples if there are."""
+
+    def __init__(self, reference: Reference) -> None:
+        kinds = [probe.kind for probe in reference.cases.probes]
+        given = len(reference.samples)
+        self._names = [spec.name for spec in reference.signature.outputs]
+        self._learners = [LossLearner() for _ in self._names]
+        self.on = "rows of the samples" if given else "made-up rows"
+        # Behind the samples come the same rows in other batches.
+        first = kinds.index("sample") if given else 0
+        self.places = (
+            range(first, first + given)
+            if given
+            else [place for place, kind in enumerate(kinds) if kind == "random"]
+        )
+
+    def see(self, expected: Sequence[Tensor], found: Sequence[Tensor]) -> None:
+        for learner, one, other in zip(self._learners, expected, found, strict=True):
+            learner.see(one, other)
+
+    def all(self) -> dict[str, Loss]:
+        learners = zip(self._names, self._learners, strict=True)
+        return {name: learner.loss() for name, learner in learners}
 
 
 def _allow_ill_conditioned(

@@ -3,6 +3,7 @@
 import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,9 +23,9 @@ from modelyard.archiver.values import Values
 from modelyard.exporter.arguments import choose_outputs, flatten, give_outputs, own_name, pick
 from modelyard.exporter.errors import ModelError, UsageError, cause
 from modelyard.exporter.formats.from_onnx import file_of
-from modelyard.exporter.inputs.samples import Sample, choose_example, regroup, two_batches
+from modelyard.exporter.inputs.samples import Sample, choose_example, regroup, rows_of, take_rows
 from modelyard.exporter.inputs.tried import advice, find_values
-from modelyard.exporter.prove.traits import ROWS, Tensors, find_batching, find_probabilities
+from modelyard.exporter.prove.traits import Rows, Tensors, find_probabilities
 from modelyard.exporter.prove.watch import (
     Counted,
     Watched,
@@ -123,7 +124,7 @@ class Cases:
             *(functools.partial(make_case, signature, probe) for probe in probes),
             *(functools.partial(_lowered, sample, signature) for sample in samples),
         ]
-        self._run = run
+        self.run = run
         self._kept = kept
         self._names = [*map(str, probes), *range(len(samples))]
         self._moved: dict[int, list[float]] = {}
@@ -153,7 +154,7 @@ class Cases:
         """Return per output how far it moves when the model's sums are rounded otherwise."""
         if place not in self._moved:
             case = self[place]
-            run = functools.partial(self._run, case.probe)
+            run = functools.partial(self.run, case.probe)
             try:
                 self._moved[place] = measure_sensitivity(
                     run, case.inputs, case.outputs, self.scales.of(case.probe.kind)
@@ -194,6 +195,12 @@ class Reference:
     """Output → whether its numbers are probabilities already, where that could be found out."""
     warnings: tuple[str, ...] = ()
     """What the author may want to change, in a sentence each."""
+    rows: Rows | None = None
+    """What finds out of an artifact whether its rows keep apart."""
+
+    def run(self, sample: Sample) -> Tensors:
+        """Return what the checkpoint gives for a sample."""
+        return self.cases.run(Probe("sample", sample.sizes), _lowered(sample, self.signature))
 
     @property
     def compared_with(self) -> str:
@@ -280,21 +287,14 @@ def observe(
             _describe(name, [case[place] for case in seen], cases.probes, signature.dims)
             for place, name in enumerate(named)
         )
-        batching = find_batching(
-            run_example,
-            replace(tried, outputs=outputs),
-            watched.batch_norm,
-            _two_batches(tried, samples if sample_only else ()),
-            cases.scales.of(),
-            are_chosen=bool(output_names),
-        )
+        gflop = _gflop_of_a_row(chosen, tried.batch, functools.partial(run_example, example))
     dtypes = [dtype_name(value.dtype) for value in flatten(output).values()]
     outputs = tuple(
         replace(spec, dtype=kind, view=view if VIEWS.get(view) == kind else "")
         for spec, kind, view in zip(outputs, dtypes, chosen_outputs.views, strict=True)
     )
     return Reference(
-        signature=replace(signature, outputs=outputs, batching=batching),
+        signature=replace(signature, outputs=outputs),
         example=example,
         cases=cases,
         plan=chosen,
@@ -311,6 +311,17 @@ def observe(
             *watched.warnings(),
             *_plain_tensor_warnings(original),
             *([_only_samples(cases.probes)] if sample_only else []),
+        ),
+        rows=Rows(
+            replace(tried, outputs=outputs),
+            watched.batch_norm,
+            _batches(tried, samples if sample_only else ()),
+            cases.scales.of(),
+            gflop,
+            lambda: cases.sensitivity(
+                max(i for i, each in enumerate(cases.probes) if each.kind in ORDINARY_KINDS)
+            ),
+            are_chosen=bool(output_names),
         ),
     )
 
@@ -525,14 +536,29 @@ def _to(tensors: Tensors, device: torch.device) -> Tensors:
     return tuple(tensor.to(device) for tensor in tensors)
 
 
-def _two_batches(signature: Signature, samples: Sequence[Sample]) -> tuple[Tensors, Tensors] | None:
-    """Return two batches of one size and of other rows: made up, or of samples where there are."""
+def _gflop_of_a_row(plan: Plan, batch: Size | None, run: Callable[[], Tensors]) -> float:
+    """Return about how much arithmetic a row takes, of an example where no probe was counted."""
+    if plan.probes and isinstance(batch, Dim):
+        return plan.gflop / sum(probe.sizes[batch.name] for probe in plan.probes)
+    with suppress(ModelError):  # some models do not run where operators are counted
+        with count() as counted:
+            outputs = run()
+        return counted.gflop / max(1, *(len(each) for each in outputs if each.ndim))
+    return 0.0
+
+
+def _batches(
+    signature: Signature, samples: Sequence[Sample]
+) -> Callable[[int, int], Tensors] | None:
+    """Return what gives batches of ordinary rows: made up, or of samples where there are."""
     batch = signature.batch
     if not isinstance(batch, Dim):
         return None
-    size = batch.at_least(ROWS)
-    if samples:
-        pair = two_batches(samples, signature, size)
-        return pair and (_lowered(pair[0], signature), _lowered(pair[1], signature))
-    probe = Probe("random", {**example_sizes(signature), batch.name: size})
-    return make_inputs(signature, probe, seed=1), make_inputs(signature, probe, seed=2)
+    sizes = example_sizes(signature)
+    if not samples:
+        return lambda size, number: make_inputs(
+            signature, Probe("random", {**sizes, batch.name: size}), seed=1 + number
+        )
+    if (rows := rows_of(samples, signature)) is None:
+        return None
+    return lambda size, number: _lowered(take_rows(rows, batch, size, first=number), signature)

@@ -3,21 +3,38 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from modelyard.archiver.signature import Batching, Dim, Signature
 from modelyard.base.scale import Scale
-from modelyard.exporter.errors import ModelError
+from modelyard.exporter.errors import ExportError, ModelError
 from modelyard.exporter.inputs.samples import why_no_rows
-from modelyard.handlers.proof.agree import compare
+from modelyard.handlers.proof.agree import Rule, allowance, compare
 from modelyard.handlers.proof.bounds import Bounds
 
 Tensors = tuple[Tensor, ...]
 
-ROWS = 3
-"""Rows that share a batch when they are compared."""
+# Rows of the smaller batch that is tried: neither 1 nor the tile of any kernel.
+_SMALL = 3
+# How others are made: the words for it, their factors in turn, and whether the batch is small.
+_DRAWS = (
+    ("beside other rows", (1.0,), False),
+    ("beside rows 1,000 times as large", (1000.0,), False),
+    ("beside itself and others", (1.0,), True),
+    ("beside rows 10 times as large", (10.0,), False),
+    ("beside rows 100 times as large", (100.0,), False),
+    ("beside other rows", (1.0,), False),
+)
+_FEW_DRAWS = (
+    ("beside rows up to 1,000 times as large", (1.0, 1000.0, 10.0, 100.0), False),
+    ("beside itself and others", (1.0,), True),
+)
+# Of all draws together, for each artifact; a core takes about a second.
+_BUDGET_GFLOP = 20.0
+_TOO_FEW = "no two rows of the samples could change places, so whether rows mix is unknown"
 # As the tolerance of float32: a kernel may add in another order for another batch size.
 _ROW_TOLERANCE = 1e-4
 STRONG = 1e4
@@ -61,47 +78,119 @@ def find_probabilities(
     return found
 
 
-def find_batching(
-    run: Callable[[Tensors], Tensors],
-    signature: Signature,
-    batch_norm: Sequence[str],
-    batches: tuple[Tensors, Tensors] | None,
-    scales: Sequence[Scale],
-    *,
-    are_chosen: bool = False,
-) -> Batching:
-    """Find whether requests may share a batch: compare a row beside different others, and alone.
+@dataclass(frozen=True)
+class Rows:
+    """What is needed to find out whether the rows of a batch keep apart, in any artifact."""
 
-    Args:
-        run: the checkpoint's model.
-        signature: inputs and outputs.
-        batch_norm: places that normalise by the batch, which explain why rows mix.
-        batches: two of one size, in which no row is the same; None where samples have none.
-        scales: by which each output is measured.
-        are_chosen: whether the outputs are those that were asked for: else others may do.
-    """
-    batch = signature.batch
-    if not isinstance(batch, Dim):
-        name = signature.inputs[0].name
-        return Batching(False, f'the first dim of input "{name}" is fixed to {batch}')
-    if reasons := [reason for spec in signature.inputs if (reason := why_no_rows(spec, batch))]:
-        return Batching(False, reasons[0])
-    mixed = _shapes_apart(signature, batch)
-    if not mixed and batches is None:
-        return Batching(
-            False, "no two rows of the samples could change places, so whether rows mix is unknown"
+    signature: Signature
+    """Inputs and outputs."""
+    batch_norm: Sequence[str]
+    """Places that normalise by the batch, which explain why rows mix."""
+    batches: Callable[[int, int], Tensors] | None
+    """Size and number → a batch of ordinary rows; None where the samples have too few."""
+    scales: Sequence[Scale]
+    """By which each output is measured."""
+    gflop: float
+    """Arithmetic of one row."""
+    sensitivity: Callable[[], list[float]]
+    """What each output of an ordinary case moves when the model's sums are rounded otherwise."""
+    are_chosen: bool
+    """Whether the outputs are those that were asked for: else others may do."""
+
+    def find(self, run: Callable[[Tensors], Tensors], tolerance: float = 0.0) -> Batching:
+        """Find whether requests may share a batch: compare rows alone, and beside all sorts.
+
+        Args:
+            run: what is served; raises an `ExportError` where it fails.
+            tolerance: largest scaled difference that its precision explains, if that is more than
+                float32's.
+        """
+        signature, batch = self.signature, self.signature.batch
+        if not isinstance(batch, Dim):
+            name = signature.inputs[0].name
+            return Batching(False, f'the first dim of input "{name}" is fixed to {batch}')
+        reasons = [reason for spec in signature.inputs if (reason := why_no_rows(spec, batch))]
+        if reasons:
+            return Batching(False, reasons[0])
+        mixed = _shapes_apart(signature, batch)
+        if not mixed and self.batches is None:
+            return Batching(False, _TOO_FEW)
+        if not mixed and self.batches is not None:
+            mixed = self._mixed(run, batch, self.batches, max(_ROW_TOLERANCE, tolerance))
+        if mixed:
+            others = [spec.name for spec in signature.outputs if spec.name not in mixed]
+            keep = "" if self.are_chosen else "".join(f" --output {name}" for name in others)
+            return Batching(False, next(iter(mixed.values())) + (f"; try{keep}" if keep else ""))
+        return Batching(True, "a row gives the same alone and beside any other rows")
+
+    def _mixed(
+        self,
+        run: Callable[[Tensors], Tensors],
+        batch: Dim,
+        batches: Callable[[int, int], Tensors],
+        tolerance: float,
+    ) -> dict[str, str]:
+        """Return the outputs whose rows change, and why."""
+        why = (
+            f"; batch-norm uses the statistics of its batch{self.batch_norm[0]}"
+            if self.batch_norm
+            else ""
         )
-    if not mixed and batches is not None:
-        why = f"; batch-norm uses the statistics of its batch{batch_norm[0]}" if batch_norm else ""
-        for name, apart, how in _row_differences(run, signature, batch, batches, scales):
-            if not apart <= _ROW_TOLERANCE:
-                amount = f"by {apart:.1e}" if math.isfinite(apart) else "its shape or becomes NaN"
-                mixed.setdefault(name, f'a row of output "{name}" changes {amount} {how}{why}')
-    if mixed:
-        others = [spec.name for spec in signature.outputs if spec.name not in mixed]
-        keep = "" if are_chosen else "".join(f" --output {name}" for name in others)
-        return Batching(False, next(iter(mixed.values())) + (f"; try{keep}" if keep else ""))
-    return Batching(True, "a row gives the same alone and beside any other rows")
+        largest, small = batch.max, batch.at_least(_SMALL)
+        is_cheap = self.gflop * largest * len(_DRAWS) <= _BUDGET_GFLOP
+        draws = _DRAWS if is_cheap else _FEW_DRAWS
+        count = max(1, min(4 if is_cheap else 2, largest // 2))
+        mine = tuple(tensor[:count] for tensor in batches(largest, 0))
+        expected: list[Tensors] = []
+        if batch.min == 1:
+            expected = [run(tuple(t[row : row + 1] for t in mine)) for row in range(count)]
+        mixed: dict[str, str] = {}
+        for number, (how, factors, is_small) in enumerate(draws):
+            size = min(largest, small) if is_small else largest
+            places = _places(size, max(1, min(count, size // 2)), number)
+            if is_small:
+                others = tuple(own[torch.arange(size) % min(count, 2)] for own in mine)
+            else:
+                others = self._strangers(batches(size, number + 1), factors)
+            inputs = tuple(
+                other.index_copy(0, torch.tensor(places), own[: len(places)])
+                for other, own in zip(others, mine, strict=True)
+            )
+            try:
+                outputs = run(inputs)
+            # A worker runs each request of a batch alone where they fail together.
+            except ExportError:
+                continue
+            found = [tuple(out[place : place + 1] for out in outputs) for place in places]
+            expected = expected or found
+            for wanted, got in zip(expected, found, strict=False):
+                for place, spec in enumerate(self.signature.outputs):
+                    differ = compare(wanted[place], got[place], scale=self.scales[place])
+                    apart = float(differ["scaled"])
+                    if apart <= tolerance or apart <= self._allowed(place, tolerance):
+                        continue
+                    amount = f"by {apart:.1e}" if apart < math.inf else "its shape or becomes NaN"
+                    mixed.setdefault(
+                        spec.name,
+                        f'a row of output "{spec.name}" changes {amount} in a batch of {size}, '
+                        f"{how}{why}",
+                    )
+            if mixed:
+                return mixed
+        return mixed
+
+    def _allowed(self, place: int, tolerance: float) -> float:
+        """Return what an output of the checkpoint's may move that no two libraries agree on."""
+        return allowance(Rule(tolerance), "random", self.sensitivity()[place]) or 0.0
+
+    def _strangers(self, rows: Tensors, factors: Sequence[float]) -> Tensors:
+        """Return rows whose floats are as many times as large, one factor after the other."""
+        return tuple(
+            tensor * _along(torch.tensor(factors).repeat(len(tensor))[: len(tensor)], tensor)
+            if spec.is_float and spec.values is None
+            else tensor
+            for spec, tensor in zip(self.signature.inputs, rows, strict=True)
+        )
 
 
 def _shapes_apart(signature: Signature, batch: Dim) -> dict[str, str]:
@@ -117,39 +206,14 @@ def _shapes_apart(signature: Signature, batch: Dim) -> dict[str, str]:
     return reasons
 
 
-def _row_differences(
-    run: Callable[[Tensors], Tensors],
-    signature: Signature,
-    batch: Dim,
-    batches: tuple[Tensors, Tensors],
-    scales: Sequence[Scale],
-) -> list[tuple[str, float, str]]:
-    """Measure per output how much one row changes: (output, scaled difference, when)."""
-    rows, others = batches
-    together = run(rows)
-    last = len(rows[0]) - 1
-    trials = [
-        (row, tuple(_keep_row(*pair, row) for pair in zip(rows, others, strict=True)))
-        for row in (0, last)
-    ]
-    when = ["with the other rows of its batch"] * 2
-    if batch.min == 1:
-        trials.append((0, tuple(tensor[:1] for tensor in rows)))
-        when.append("between alone and in a batch")
-    return [
-        (
-            spec.name,
-            float(compare(one[row : row + 1], two[row : row + 1], scale=scale)["scaled"]),
-            how,
-        )
-        for (row, inputs), how in zip(trials, when, strict=True)
-        for spec, one, two, scale in zip(
-            signature.outputs, together, run(inputs), scales, strict=True
-        )
-    ]
+def _places(size: int, count: int, number: int) -> list[int]:
+    """Return where rows go in a batch: spread from its first to its last place, or anywhere."""
+    if number == 0:
+        return torch.linspace(0, size - 1, count).long().tolist() if count > 1 else [size - 1]
+    generator = torch.Generator().manual_seed(number)
+    return torch.randperm(size, generator=generator)[:count].tolist()
 
 
-def _keep_row(tensor: Tensor, others: Tensor, row: int) -> Tensor:
-    """Keep one row of `tensor` and take all others from `others`."""
-    places = torch.arange(len(tensor), device=tensor.device) == row
-    return torch.where(places.reshape(-1, *[1] * (tensor.ndim - 1)), tensor, others)
+def _along(factors: Tensor, tensor: Tensor) -> Tensor:
+    """Return a factor for each row, in the dtype and rank of a tensor."""
+    return factors.to(tensor.dtype).reshape(-1, *[1] * (tensor.ndim - 1))

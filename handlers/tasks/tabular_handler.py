@@ -1,11 +1,14 @@
 """Named features in, labels or numbers out."""
 
+import csv
+import io
 import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,9 +17,9 @@ import torch
 from torch import Tensor
 
 from modelyard.archiver.handler_files import FEATURES_FILE
-from modelyard.archiver.signature import fits
+from modelyard.archiver.signature import TensorSpec, fits
 from modelyard.handlers.base import BaseHandler, Classifier, Inputs
-from modelyard.handlers.body import body_of, parse_json
+from modelyard.handlers.body import body_of, decode_text, parse_json
 from modelyard.handlers.context import Context
 from modelyard.handlers.errors import BadInput, LoadError
 from modelyard.handlers.explain.attribute.attribution import Tensors
@@ -24,7 +27,7 @@ from modelyard.handlers.explain.attribute.method import Choice
 from modelyard.handlers.explain.draw.bars import Bar
 from modelyard.handlers.explain.explanation import Explanation, as_lists
 from modelyard.handlers.models.backends import Output
-from modelyard.handlers.models.rows import as_dtype
+from modelyard.handlers.models.rows import as_dtype, read_numbers
 from modelyard.handlers.proof.mutation import Mutation
 from modelyard.handlers.tasks.lists import Lists
 
@@ -33,7 +36,7 @@ _PEEKED = 64
 """Bytes of a body in which a list of rows shows; JSON is read once where it holds one row."""
 MOST_DIGITS = 8
 """Characters of a number that are drawn; of a longer one six digits."""
-_KEYS = ("name", "mean", "std", "values", "one_hot", "group")
+_KEYS = ("name", "mean", "std", "values", "other", "one_hot", "group")
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,8 @@ class Feature:
     """Divides the difference."""
     values: Mapping[str, float] = field(default_factory=dict)
     """Text → number, for a feature of texts."""
+    other: float | None = None
+    """The number of every other text; None where there is none."""
     one_hot: tuple[str, ...] = ()
     """Texts with a column each, 1 in that of the text and 0 in the others."""
     is_centred: bool = False
@@ -77,13 +82,16 @@ class Feature:
 
 
 class TabularHandler(Lists, Classifier):
-    """Serve a model of one float input (N, F); `features.json` in the archive names the F features.
+    """Serve a model of rows; `features.json` in the archive names the values of one.
+
+    They go into one input (N, F) of floats, or into several (N, …) in their order.
 
     A request's body is a JSON object with a value for each feature, {"age": 41, "smoker": "no"},
-    or a list of the values in order; a list of such rows is answered with the list of their
-    answers. The answer is {"label": probability, …} where the archive has labels, else the model's
-    numbers. The columns of a category, and the features of a group, are
-    one feature to explanations.
+    or a list of the values in order; a list of such rows, and a table as CSV whose first line
+    names the features, is answered with the list of their answers. The answer is
+    {"label": probability, …} where the archive has labels, else the model's numbers; where the file
+    says under "classes" which outputs are of classes, all outputs by name, with the classes. The
+    columns of a category, and the features of a group, are one feature to explanations.
     """
 
     thing: ClassVar[str] = "feature"
@@ -91,6 +99,8 @@ class TabularHandler(Lists, Classifier):
     def __init__(self) -> None:
         super().__init__()
         self.features: tuple[Feature, ...] = ()
+        self.classes: Mapping[str, Sequence[str]] = {}
+        """Output → the classes that its whole numbers, or its columns, stand for."""
         self.rows: list[dict[str, Any]] = []
         """Rows of the current batch: feature name → the value that was sent, in the features'
         order."""
@@ -99,20 +109,24 @@ class TabularHandler(Lists, Classifier):
         """Load the archive and its `features.json`; refuse what does not fit the model."""
         super().initialize(context)
         folder = Path(context.system_properties["model_dir"])
-        self.features = read_features(folder / FEATURES_FILE)
+        self.features, self.classes = read_features(folder / FEATURES_FILE)
         if self.mapping is None and self.stated_kind is None:
             self.output_kind = "values"
         self.made_by = FEATURES_FILE
         takes = ", ".join(map(str, self.inputs))
-        if len(self.inputs) != 1:
-            raise LoadError(f"the artifact takes {takes}; the handler tabular serves one input")
-        (spec,) = self.inputs
         count = sum(feature.columns for feature in self.features)
-        is_table = len(spec.shape) == 2 and spec.is_float
-        if spec.dtype and not (is_table and fits(count, spec.shape[1])):
+        specs = self.inputs
+        if len(specs) == 1:
+            is_table = specs[0].is_float and len(specs[0].shape) == 2
+            fitting = not specs[0].dtype or (is_table and fits(count, specs[0].shape[1]))
+        else:
+            widths = [_width(spec) for spec in specs]
+            fitting = all(widths) and sum(widths) == count
+        if not fitting:
             raise LoadError(
                 f"the artifact takes {takes}, {FEATURES_FILE} names {len(self.features)} features; "
-                f"expected a model of one float input [batch, {count}]"
+                f"expected a model of one float input [batch, {count}], or of several that have as "
+                "many columns"
             )
 
     def read_list(self, row: Mapping[str, Any]) -> list[Any] | None:
@@ -120,9 +134,34 @@ class TabularHandler(Lists, Classifier):
         body = body_of(row)
         if isinstance(body, bytes | bytearray | str):
             text = body if isinstance(body, str) else body[:_PEEKED].decode("latin-1")
+            if text.lstrip()[:1] not in ("{", "[", "", "\0", "\xef", "\xfe", "\xff"):
+                return self._read_csv(body if isinstance(body, str) else decode_text(body))
             body = parse_json(body) if _LIST_OF_ROWS.match(text) else None
         is_list = isinstance(body, list) and bool(body) and isinstance(body[0], dict | list)
         return body if is_list else None
+
+    def _read_csv(self, text: str) -> list[Any] | None:
+        """Return the rows of a table whose first line names the features."""
+        rows = [row for row in csv.reader(io.StringIO(text, newline="")) if row]
+        head, names = rows[0], [feature.name for feature in self.features]
+        if len(rows) < 2 or len(set(head)) < len(head) or all(map(_read_cell, head)):
+            return None  # what says why it is not JSON
+        # Of columns that nobody named, a table names its own.
+        if names == [f"x{at}" for at in range(len(names))] and len(head) == len(names):
+            head = names
+        texts = {feature.name for feature in self.features if feature.texts}
+        found = []
+        for at, row in enumerate(rows[1:], 2):
+            if len(row) != len(head):
+                raise BadInput(
+                    f"line {at} of the table has {len(row)} values; expected {len(head)}, as its "
+                    "first line has names"
+                )
+            found.append({
+                name: cell if name in texts or (number := _read_cell(cell)) is None else number
+                for name, cell in zip(head, row, strict=True)
+            })  # fmt: skip
+        return found
 
     def check_listed(self, body: Any) -> None:
         """Refuse what is not a row."""
@@ -130,7 +169,8 @@ class TabularHandler(Lists, Classifier):
 
     def mutations(self) -> Iterator[Mutation]:
         """Yield other scales, and two features in each other's place."""
-        yield from super().mutations()
+        if not self.classes:
+            yield from super().mutations()
         scaled = tuple(
             each if each.one_hot else replace(each, std=each.std * 0.99) for each in self.features
         )
@@ -149,9 +189,33 @@ class TabularHandler(Lists, Classifier):
 
     def postprocess(self, outputs: Output) -> list[Any]:
         """Name the outputs where the archive has labels, else give them as numbers."""
+        if self.classes:
+            rows = BaseHandler.postprocess(self, outputs)
+            (name, *others) = self.output_names
+            return [self._name(row if others else {name: row}) for row in rows]
         if self.mapping is None:
             return BaseHandler.postprocess(self, outputs)
         return super().postprocess(outputs)
+
+    def _name(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the outputs of a row with the classes that they stand for."""
+        return {
+            name: value
+            if (classes := self.classes.get(name)) is None
+            else classes[value]
+            if isinstance(value, int)
+            else dict(zip(classes, value, strict=True))
+            for name, value in row.items()
+        }
+
+    def explain(self, data: Sequence[Mapping[str, Any]], context: Context) -> list[Any]:
+        """Answer a batch of explanations, of models of one input."""
+        if len(self.inputs) > 1:
+            raise BadInput(
+                f"explanations of a table need a model of one input of numbers; this one takes "
+                f"{len(self.inputs)}, columns of texts among them"
+            )
+        return super().explain(data, context)
 
     def baseline(self, name: str, inputs: Tensor, seed: int = 0) -> Tensor:
         """Return the `mean` of every feature, which the model sees as zeros."""
@@ -258,7 +322,10 @@ class TabularHandler(Lists, Classifier):
         value = self._row_of(parse_json(body_of(row)))
         numbers = self._numbers_of(value)
         self.rows.append(value)
-        return [as_dtype(self.inputs[0], np.array(numbers))]
+        if len(self.inputs) == 1:
+            return [as_dtype(self.inputs[0], np.array(numbers))]
+        left = iter(int(number) if number.is_integer() else number for number in numbers)
+        return [read_numbers(spec, list(islice(left, _width(spec)))) for spec in self.inputs]
 
     def _numbers_of(self, row: Mapping[str, Any]) -> list[float]:
         return [n for each in self.features for n in _scaled(each, row[each.name])]
@@ -287,8 +354,24 @@ class TabularHandler(Lists, Classifier):
         return {name: value[name] for name in names}
 
 
-def read_features(path: Path) -> tuple[Feature, ...]:
+def _width(spec: TensorSpec) -> int:
+    """Return how many values of a row go into an input of several; 0 where none of them can."""
+    size = spec.shape[1] if len(spec.shape) == 2 else 0
+    return size if isinstance(size, int) else 0
+
+
+def _read_cell(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def read_features(path: Path) -> tuple[tuple[Feature, ...], Mapping[str, Sequence[str]]]:
     """Read features.json: {"features": [{"name": "age", "mean": 41.5, "std": 12.0}, …]}.
+
+    Returns:
+        The features, and under "classes" what outputs stand for: {"label": ["no", "yes"]}.
 
     Raises:
         LoadError: no such file, or entries that cannot be meant; the message names them.
@@ -299,7 +382,8 @@ def read_features(path: Path) -> tuple[Feature, ...]:
             f'--extra-files, {{"features": [{{"name": "age", "mean": 0.0, "std": 1.0}}, …]}}'
         )
     try:
-        entries = json.loads(path.read_text(encoding="utf-8"))["features"]
+        content = json.loads(path.read_text(encoding="utf-8"))
+        entries, classes = content["features"], dict(content.get("classes", {}))
         features = tuple(_read_feature(path.name, at, entry) for at, entry in enumerate(entries))
     except (ValueError, KeyError, TypeError) as error:
         raise LoadError(f"{path.name} cannot be read ({error!r})") from error
@@ -309,7 +393,10 @@ def read_features(path: Path) -> tuple[Feature, ...]:
     alone = {feature.name for feature in features if feature.group is None}
     if both := sorted(alone & {feature.group for feature in features if feature.group}):
         raise LoadError(f"{path.name} has {', '.join(both)} as a feature and as a group")
-    return features
+    for name, each in classes.items():
+        if not isinstance(each, list) or not all(isinstance(text, str) for text in each):
+            raise LoadError(f'{path.name} says {each!r} of "{name}"; expected a list of classes')
+    return features, classes
 
 
 def _read_feature(file: str, at: int, entry: Any) -> Feature:
@@ -330,7 +417,7 @@ def _read_feature(file: str, at: int, entry: Any) -> Feature:
     if group is not None and (not isinstance(group, str) or not group):
         raise LoadError(f'{place} has "group": {group!r}; expected a name')
     feature = Feature(**{**entry, "one_hot": tuple(one_hot), "is_centred": "mean" in entry})
-    numbers = (feature.mean, feature.std, *feature.values.values())
+    numbers = (feature.mean, feature.std, feature.other or 0.0, *feature.values.values())
     if not all(map(_is_number, numbers)) or feature.std <= 0:
         raise LoadError(f"{place} is {entry!r}; expected finite numbers, and std above 0")
     return feature
@@ -338,6 +425,8 @@ def _read_feature(file: str, at: int, entry: Any) -> Feature:
 
 def _scaled(feature: Feature, value: Any) -> list[float]:
     if texts := feature.texts:
+        if isinstance(value, str) and value not in texts and feature.other is not None:
+            return [float(feature.other)]
         if not isinstance(value, str) or value not in texts:
             raise BadInput(
                 f"{feature.name} is {json.dumps(value)}; expected one of {', '.join(texts)}"

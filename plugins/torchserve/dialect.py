@@ -16,7 +16,7 @@ from modelyard.serve.api.management import CONTENT_TYPE
 from modelyard.serve.dataplane.call import Stream
 from modelyard.serve.dataplane.metrics import Metrics
 from modelyard.serve.dataplane.wire import Buffer, Payload
-from modelyard.serve.front.begin import ServerState
+from modelyard.serve.front.begin import Fields, ServerState
 from modelyard.serve.http.application import (
     Answers,
     Application,
@@ -186,7 +186,7 @@ class DialectAnswers(Answers):
     """Whether such requests are read as TorchServe does not."""
 
     def send(
-        self, cycle: RequestResponseCycle, status: int, headers: Headers,
+        self, cycle: RequestResponseCycle, status: int, headers: Fields,
         body: Payload | Stream | Events,
     ) -> None:  # fmt: skip
         """Send an answer."""

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import orjson
 
 from modelyard.serve.dataplane.wire import Payload
-from modelyard.serve.http.connection import Headers
+from modelyard.serve.front.begin import Fields, Headers
 
 EVENTS = b"text/event-stream"
 HEAD: Headers = [
@@ -62,7 +62,7 @@ def broken_text(text: str) -> str:
     return text
 
 
-def writer(form: Form, model: str, version: str, headers: Headers) -> Callable[[Payload], bytes]:
+def writer(form: Form, model: str, version: str, headers: Fields) -> Callable[[Payload], bytes]:
     """Return what makes an answer's chunk, of these headers, what the form has it as.
 
     It raises a ValueError for what the form has no way to say.
@@ -108,23 +108,23 @@ def split_tensors(chunk: Payload) -> tuple[memoryview, memoryview]:
     return view[4 : 4 + length], view[4 + length :]
 
 
-def as_chunk(body: Payload, headers: Headers) -> bytes:
+def as_chunk(body: Payload, headers: Fields) -> bytes:
     """Return an answer of tensors as a chunk of a stream."""
     length = int(dict(headers).get(LENGTH_HEADER, len(body)))
     return length.to_bytes(4, "little") + body
 
 
-def wants_events(headers: Headers) -> bool:
+def wants_events(headers: Fields) -> bool:
     """Return whether a request's Accept names events."""
     return any(name == b"accept" and EVENTS in value.lower() for name, value in headers)
 
 
-def are_events(headers: Headers) -> bool:
+def are_events(headers: Fields) -> bool:
     """Return whether an answer is events already, its handler's own."""
     return any(name == b"content-type" and value.startswith(EVENTS) for name, value in headers)
 
 
-def is_text(headers: Headers) -> bool:
+def is_text(headers: Fields) -> bool:
     """Return whether an answer's chunks can stand in events."""
     kinds = [value for name, value in headers if name == b"content-type"]
     return all(kind.startswith((b"text/", b"application/json")) for kind in kinds)

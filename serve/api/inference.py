@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from time import monotonic
 
 import orjson
@@ -41,6 +41,7 @@ from modelyard.serve.front.begin import (
 )
 from modelyard.serve.http.application import Answers, Events
 from modelyard.serve.http.connection import RequestResponseCycle
+from modelyard.serve.http.heads import HOLDS_S, Again
 
 KINDS = {"predictions": PREDICT, "explanations": EXPLAIN}
 METHODS = frozenset({"POST", "PUT"})
@@ -56,6 +57,7 @@ def find_target(cycle: RequestResponseCycle) -> Target | None:
     return target_of(cycle.path) if cycle.method in METHODS else None
 
 
+@lru_cache(maxsize=128)
 def target_of(path: str) -> Target | None:
     """Return what a path asks a model for, as `find_target` does for a request."""
     first, *rest = path.split("/")[1:] or [""]
@@ -271,6 +273,39 @@ class DirectReply(CallReply):
             self._write(status, [*headers, *JSON], whole, write)
         finally:
             stream.close()
+
+    def fail(self, error: Exception, took_s: float, call: Call | None = None) -> None:
+        """Count an error and send it; what its queue refuses for now may be refused again so."""
+        if call is None and isinstance(error, errors.QueueFull | errors.TooLate):
+            self._allow_again(error)
+        super().fail(error, took_s, call)
+
+    def _allow_again(self, error: errors.QueueFull | errors.TooLate) -> None:
+        front, model, kind = self.front, self.model, self.target.kind
+        if self.trace is not None or front.registry.splits:
+            return
+        name, version, observer = model.name, self.target.version, front.observer
+        batcher, counts, answers = (
+            model.batchers[kind],
+            model.metrics.kinds[kind],
+            self.calls.answers,
+        )
+        changes = batcher.changes
+        refused = counts.refused_late if isinstance(error, errors.TooLate) else counts.refused_full
+
+        def count() -> None:
+            refused.inc()
+            if observer is not None:
+                observer.accepted(name, version)
+            counts.answered(503, 0.0)
+            answers.count(503)
+
+        self.asked.again = Again(
+            self.asked.connection.waited_s,
+            monotonic() + HOLDS_S,
+            lambda: batcher.changes == changes,
+            count,
+        )
 
     def refuse(self, error: Exception) -> None:
         """Send an error."""

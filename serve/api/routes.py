@@ -80,7 +80,7 @@ class Routes:
             "http_version": "1.1",
             "method": "GET" if cycle.method == "HEAD" else cycle.method,
             "path": cycle.path,
-            "raw_path": cycle.raw_path,
+            "raw_path": cycle.head.raw_path,
             "query_string": cycle.query,
             "root_path": "",
             "headers": cycle.headers,

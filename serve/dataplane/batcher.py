@@ -73,6 +73,8 @@ class Batcher:
         self._loop = asyncio.get_running_loop()
         self._admission = Admission(engine, kind, run.batch_size)
         self._look_again_at = 0.0
+        self.changes = 0
+        """How often room was made: what was refused before may be taken since."""
         self._armed: asyncio.Handle | None = None
         self._timer: asyncio.TimerHandle | None = None
         metrics.watch_queue(lambda: self._queue.rows)
@@ -206,6 +208,7 @@ class Batcher:
                 return
             share = math.ceil(self._queue.rows / max(1, self._engine.ready_count))
             if jobs := self._take(replica, min(replica.capacity(self._kind), share)):
+                self.changes += 1
                 replica.run(jobs)
                 self._handed_over_at = jobs[0].taken_at
 
@@ -221,7 +224,7 @@ class Batcher:
                 late.append(job)
             return job.deadline <= now
 
-        self._queue.sift(is_late)
+        self.changes += self._queue.sift(is_late)
         for job in late:
             job.fail(DeadlinePassed("the request waited longer than its time"))
         self._drop_left(now)
@@ -329,4 +332,6 @@ class Batcher:
         if not self._queue or now < self._look_again_at:
             return False
         self._look_again_at = now + LOOK_AGAIN_S
-        return self._queue.sift(lambda job: job.sink.done() or job.drop_if_left(), LOOKED_AT)
+        has_dropped = self._queue.sift(lambda job: job.sink.done() or job.drop_if_left(), LOOKED_AT)
+        self.changes += has_dropped
+        return has_dropped

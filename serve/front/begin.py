@@ -40,6 +40,8 @@ from modelyard.serve.dataplane.tracing import Attributes, Trace, Tracing
 
 Headers = list[tuple[bytes, bytes]]
 """Names in lower case, and values."""
+Fields = Sequence[tuple[bytes, bytes]]
+"""The same, not to be changed."""
 Served = tuple[str, str] | None
 """Model and version that a request reached."""
 CheckRight = Callable[[str, Headers], None]
@@ -456,8 +458,8 @@ def pack_fields(rest: bytes, query: bytes, id: str, headers: Sequence[bytes]) ->
 
 
 @lru_cache(maxsize=64)
-def unpack_headers(packed: bytes) -> Headers:
-    """Return the headers of a worker's answer; most answers of a model have the same. Read only.
+def unpack_headers(packed: bytes) -> Fields:
+    """Return the headers of a worker's answer, a tuple; most answers of a model have the same.
 
     What says how long an answer is, and whether the connection stays, is the server's own, and so
     is what a browser holds against the whole host. A page runs on an origin of its own.
@@ -470,7 +472,7 @@ def unpack_headers(packed: bytes) -> Headers:
     ]
     if any(name.lower() == b"content-type" and _PAGE.search(value) for name, value in headers):
         headers.append(SANDBOX)
-    return headers
+    return tuple(headers)
 
 
 def _is_the_servers(name: bytes, value: bytes) -> bool:

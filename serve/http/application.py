@@ -13,14 +13,16 @@ import json
 import logging
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from modelyard.archiver import ArchiveError
 from modelyard.serve import errors
 from modelyard.serve.dataplane.call import Stream, Target
 from modelyard.serve.dataplane.wire import VERSION_HEADER, Payload
-from modelyard.serve.front.begin import REQUEST_ID, Headers, Served, ServerState, request_id
-from modelyard.serve.http.connection import Answer, RequestResponseCycle, write_head
+from modelyard.serve.front.begin import REQUEST_ID, Fields, Headers, Served, ServerState, request_id
+from modelyard.serve.http.connection import BODILESS, Answer, RequestResponseCycle, write_head
+from modelyard.serve.http.heads import Refusal
 from modelyard.serve.http.site import Cors
 from modelyard.serve.http.tokens import ACTOR, Grants, find_grant, why_checked
 
@@ -35,7 +37,10 @@ COMMON_HEADERS: Headers = [
 """Headers of every answer, as TorchServe's clients know them; browsers guess no type."""
 
 PREPARED = 64
-"""Refusals whose bytes are kept, of one API: they differ by model, time and length of the id."""
+"""Refusals and heads whose bytes are kept, of one API: they differ by model, time and length of the
+id."""
+LENGTH_MARK, ID_MARK = b"\1", b"\2"
+"""Stand for them in a head: no header of a handler may have these bytes."""
 
 Check = Callable[[str, Headers], None]
 """Called with path and headers; raises Unauthorized unless the request may pass."""
@@ -167,6 +172,7 @@ class Answers:
         self._closes_after_errors = closes_after_errors
         self._on_status = on_status
         self._prepared: dict[tuple[object, ...], tuple[int, list[bytes]]] = {}
+        self._templates: dict[tuple[object, ...], bytes] = {}
 
     def request_id(self, headers: Headers) -> str:
         """Return the client's own request id where it has the right form, else a new one."""
@@ -180,44 +186,76 @@ class Answers:
 
     def begin(self, cycle: RequestResponseCycle | None, id: str, status: int) -> Headers:
         """Count an answer, and return the headers that every answer of this status has."""
-        if self._on_status is not None:
-            self._on_status(status)
-        common = [(b"x-request-id", id.encode()), *self._common]
+        self.count(status)
+        if cycle is not None:
+            self._close_after(cycle, status)
+        return self._common_of(cycle, id.encode())
+
+    def _common_of(self, cycle: RequestResponseCycle | None, id: bytes) -> Headers:
+        common = [(b"x-request-id", id), *self._common]
         if cycle is None:
             return common
-        if self._state.is_draining or (self._closes_after_errors and status >= 400):
-            cycle.keeps_alive = False
         if cycle.served is not None:
             common.append((VERSION_HEADER, cycle.served[1].encode()))
         return common if self.cors is None else [*common, *self.cors.headers(cycle.headers)]
 
+    def _close_after(self, cycle: RequestResponseCycle, status: int) -> None:
+        """Have the connection end with this answer, where it is to."""
+        if self._state.is_draining or (self._closes_after_errors and status >= 400):
+            cycle.keeps_alive = False
+
     def send(
-        self, cycle: RequestResponseCycle, status: int, headers: Headers,
+        self, cycle: RequestResponseCycle, status: int, headers: Fields,
         body: Payload | Stream | Events,
     ) -> None:  # fmt: skip
-        """Send an answer: in one piece, or by a task where that cannot be done."""
-        common = self.begin(cycle, cycle.id, status)
-        if len(headers) > 1 or (headers and headers[0][0] != b"content-type"):
-            # What a handler says, of caching for instance, counts.
-            own = {name for name, _ in headers}
-            common = [pair for pair in common if pair[0] not in own]
+        """Send an answer: in one piece, or by a task where that cannot be done.
+
+        Heads around tuples of headers, which are a worker's, are kept but for length and id.
+        """
+        if isinstance(headers, tuple) and self.cors is None and isinstance(body, Payload):
+            self._close_after(cycle, status)
+            key = status, headers, cycle.keeps_alive, cycle.served
+            template = self._templates.get(key)
+            if template is None:
+                if len(self._templates) >= PREPARED:
+                    self._templates.clear()
+                template = self._templates[key] = self._make_template(cycle, status, headers)
+            head = template % (len(body), cycle.id.encode()) if template else b""
+            if head and cycle.send_ready(status, head, body):
+                self.count(status)
+                return
+        all_headers = self._around(headers, self.begin(cycle, cycle.id, status))
         if isinstance(body, Events | Stream):
-            cycle.run(_send_chunks(cycle, status, [*headers, *common], body))
-        else:
-            is_bare = not body and status in (204, 304)
-            length = [] if is_bare else [(b"content-length", b"%d" % len(body))]
-            headers = [*headers, *length, *common]
-            if not cycle.send_whole(status, headers, body):
-                cycle.connection.budget.add(len(body))
-                cycle.run(_send_parts(cycle, status, headers, body))
+            cycle.run(_send_chunks(cycle, status, all_headers, body))
+            return
+        if body or status not in (204, 304):
+            all_headers.insert(len(headers), (b"content-length", b"%d" % len(body)))
+        if not cycle.send_whole(status, all_headers, body):
+            cycle.connection.budget.add(len(body))
+            cycle.run(_send_parts(cycle, status, all_headers, body))
+
+    def _make_template(self, cycle: RequestResponseCycle, status: int, headers: Fields) -> bytes:
+        """Return a head that lacks the body's length and the id; empty where it must have none."""
+        length = (b"content-length", LENGTH_MARK)
+        common = self._around(headers, [length, *self._common_of(cycle, ID_MARK)])
+        head = write_head(status, common, cycle.keeps_alive)
+        if head is None or status in BODILESS:
+            return b""
+        head = head.replace(b"%", b"%%")
+        return head.replace(LENGTH_MARK, b"%d").replace(ID_MARK, b"%b")
+
+    @staticmethod
+    def _around(headers: Fields, common: Headers) -> Headers:
+        """Return both; what a handler says, of caching for instance, counts."""
+        own = {name for name, _ in headers}
+        return [*headers, *(pair for pair in common if pair[0] not in own)]
 
     def send_refusal(self, cycle: RequestResponseCycle, error: errors.Unavailable) -> None:
         """Send the answer to a call that is not taken: its bytes are kept, but for the id.
 
         Under an overload most answers are such, and each takes time from one that is not.
         """
-        if self._state.is_draining or self._closes_after_errors:
-            cycle.keeps_alive = False
+        self._close_after(cycle, 503)
         id, served, stays = cycle.id, cycle.served, cycle.keeps_alive
         key = (type(error), str(error), *vars(error).values(), len(id), stays, served)
         if (prepared := self._prepared.get(key)) is None:
@@ -228,7 +266,16 @@ class Answers:
         is_read_by_pages = self.cors is not None and self.cors.headers(cycle.headers)
         if is_read_by_pages or not cycle.send_ready(status, id.encode().join(pieces), b""):
             self.send(cycle, *self.error(error, id))
-        elif self._on_status is not None:
+        else:
+            self.count(status)
+            if cycle.again is not None:
+                make_id = partial(self.request_id, cycle.headers)
+                refusal = Refusal(cycle.again, make_id, pieces, status, cycle.sent, stays, served)
+                cycle.connection.heads.refuse(cycle.head, refusal)
+
+    def count(self, status: int) -> None:
+        """Count an answer."""
+        if self._on_status is not None:
             self._on_status(status)
 
     def _prepare(

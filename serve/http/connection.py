@@ -24,6 +24,7 @@ from modelyard.serve.dataplane.tracing import trace_id_of
 from modelyard.serve.dataplane.wire import Buffer, Payload
 from modelyard.serve.front.begin import BAD_NAME, BAD_VALUE, Served
 from modelyard.serve.front.begin import Headers as Headers
+from modelyard.serve.http.heads import END, Again, Head, Refusal
 
 if TYPE_CHECKING:
     from modelyard.serve.http.listener import Listener
@@ -178,34 +179,30 @@ def write_head(status: int, headers: Headers, keeps_alive: bool) -> bytes | None
 class RequestResponseCycle:
     """One request and its answer, as an application sees them.
 
-    Args:
-        path: decoded; `raw_path` is as the client wrote it.
-        headers: names in lower case.
-        spelled: names and values in turn, as the client spelled them.
-
     Attributes:
-        length: length of the body, where the head says it and it is not in chunks.
+        head: what its head says, of which the next attributes are parts.
         received: bytes of the body so far.
         framing: bytes that came with them and are not part of the body.
-        coding: coding of the body, by its Content-Encoding.
         has_left: nobody waits for the answer.
     """
 
-    length = 0
     received = 0
     framing = 0
     is_chunked = False
-    coding = b""
     is_received = False
     expects_continue = False
     has_left = False
     is_started = False
     is_complete = False
     is_begun = False
+    again: Again | None = None
+    """When the same may be refused again, and what counts it then."""
     is_refused = False
     """Whether it was refused for too much work; its client may have to wait before it is read
     again."""
     keeps_alive = True
+    is_usual = False
+    """Whether its Content-Length alone says where it ends, and no page of a browser sent it."""
     began = 0.0
     status = LEFT
     sent = 0
@@ -224,24 +221,17 @@ class RequestResponseCycle:
     _missing = 0
     """Bytes of the answer that its Content-Length still promises."""
 
-    def __init__(
-        self,
-        connection: Connection,
-        method: str,
-        path: str,
-        raw_path: bytes,
-        query: bytes,
-        headers: Headers,
-        spelled: list[bytes],
-    ) -> None:
+    def __init__(self, connection: Connection, head: Head) -> None:
         self.connection = connection
         self.transport = connection.transport
-        self.method = method
-        self.path = path
-        self.raw_path = raw_path
-        self.query = query
-        self.headers = headers
-        self.spelled = spelled
+        self.head = head
+        self.method = head.method
+        self.path = head.path
+        self.query = head.query
+        self.headers = head.headers
+        self.spelled = head.spelled
+        self.coding = head.coding
+        self.length = head.length
         self.parts: list[Buffer] = []
 
     # -- the request -----------------------------------------------------------------------------
@@ -444,14 +434,34 @@ class RequestResponseCycle:
         if access is None or self.is_logged:
             return
         self.is_logged = True
-        target = (self.raw_path + (b"?" + self.query if self.query else b"")).decode("latin-1")
         took_s = monotonic() - self.began
         access(
             Answered(
-                self.connection.client, self.method, target, status, took_s, self.id, self.sent,
+                self.connection.client, self.method, target_of(self.head), status, took_s, self.id,
+                self.sent,
                 self.served, self.trace_id or trace_id_of(self.headers), self.outcome,
             )
         )  # fmt: skip
+
+
+def target_of(head: Head) -> str:
+    """Return path and query of a request as its client wrote them."""
+    query = b"?" + head.query if head.query else b""
+    return (head.raw_path + query).decode("latin-1")
+
+
+def refuse_again(
+    head: Head, refusal: Refusal, client: tuple[str, int] | None, access: Access | None
+) -> bytes:
+    """Count one more refusal, and return its answer."""
+    refusal.again.note()
+    id = refusal.make_id()
+    if access is not None:
+        access(
+            Answered(client, head.method, target_of(head), refusal.status, 0.0, id, refusal.size,
+                     refusal.served, trace_id_of(head.headers))
+        )  # fmt: skip
+    return id.encode().join(refusal.pieces)
 
 
 class Connection(asyncio.Protocol):
@@ -503,7 +513,7 @@ class Connection(asyncio.Protocol):
         self._socket = accepted
         self.app, self.access, self.turns = listener.app, listener.access, listener.turns
         self.settings, self.budget = listener.settings, listener.budget
-        self._site = listener.site
+        self._site, self.heads = listener.site, listener.heads
         self.loop = asyncio.get_running_loop()
         self._time = self.loop.time
         self._queue: deque[RequestResponseCycle] = deque()
@@ -584,7 +594,12 @@ class Connection(asyncio.Protocol):
 
     def _receive(self, data: bytes | memoryview) -> None:
         if len(data) <= SLICE_BYTES and self.reading is None:
-            self._feed(data)
+            is_first = self.phase == IDLE and self.answering is None
+            if not is_first or not isinstance(data, bytes):
+                self._feed(data)
+            elif not self._take_known(data):
+                self._feed(data)
+                self._keep_head(data)
         else:
             rest = memoryview(data)
             while rest:
@@ -610,6 +625,44 @@ class Connection(asyncio.Protocol):
             self._begin(answering)  # most bodies are there by now
         elif answering.is_received:
             answering.deliver()
+
+    def _take_known(self, data: bytes) -> bool:
+        """Take a whole request whose head was parsed before; return whether that is what came."""
+        known, end, body = data.partition(END)
+        head = self.heads.get(known)
+        if head is None or head.length != len(body) or not end or self.parser is None:
+            return False
+        if head.refusal is not None and self._refuse_again(head):
+            return True
+        cycle = self.answering = RequestResponseCycle(self, head)
+        cycle.is_received = True
+        if body:
+            cycle.parts.append(body)
+            cycle.received = len(body)
+        if self.access is not None:
+            cycle.began = monotonic()
+        return True
+
+    def _keep_head(self, data: bytes) -> None:
+        """Keep the head of what was parsed, if it is one request, whole, and nothing unusual."""
+        cycle = self.answering
+        if cycle is not None and cycle.is_usual and self.phase == IDLE and not self._queue:
+            self.heads.keep(data, cycle.head)
+
+    def _refuse_again(self, head: Head) -> bool:
+        """Refuse a request as the last of the same head was; return False where it may be taken."""
+        refusal = head.find_refusal(self.waited_s)
+        if refusal is None or self.writable is not None:
+            return False
+        answer = refuse_again(head, refusal, self.client, self.access)
+        self.written += len(answer)
+        self.transport.write(answer)
+        self.since = self._time()
+        if not refusal.keeps_alive:
+            self._end()
+        elif self.turns.must_hold():
+            self._hold()
+        return True
 
     def _put(self, reading: RequestResponseCycle, data: memoryview) -> None:
         """Take a piece of a body whose length is known, which the parser would only copy."""
@@ -711,13 +764,16 @@ class Connection(asyncio.Protocol):
         raw_path, query = self._split_target()
         path = raw_path.decode()
         decoded = unquote(path) if "%" in path else path
-        cycle = RequestResponseCycle(self, method, decoded, raw_path, query, headers, self._spelled)
+        coding = fields.get(b"content-encoding", b"")
+        length = int(fields.get(b"content-length", 0))
+        head = Head(
+            method, decoded, raw_path, query, headers, self._spelled, coding, length
+        )  # fmt: skip
+        cycle = RequestResponseCycle(self, head)
         if version == "1.0" or not parser.should_keep_alive():
             cycle.keeps_alive = False
         if b"transfer-encoding" in fields:
             cycle.is_chunked = True
-        if b"content-encoding" in fields:
-            cycle.coding = fields[b"content-encoding"]
         if b"expect" in fields and fields[b"expect"].lower() == b"100-continue":
             cycle.expects_continue = version == "1.1"  # before, it would be the answer
         if self.access is not None:
@@ -732,12 +788,13 @@ class Connection(asyncio.Protocol):
             self._queue.append(cycle)
             self.pause_reading()
         limit = self.settings.max_request_bytes
-        cycle.length = int(fields.get(b"content-length", 0))
-        if cycle.length > limit:
+        if length > limit:
             raise errors.BodyTooLarge(limit)
         site = self._site
         if fields.get(b"host") not in site.known or b"origin" in fields or _FETCH_SITE in fields:
             site(method, fields, path)
+        elif cycle.keeps_alive and not cycle.is_chunked and b"expect" not in fields:
+            cycle.is_usual = True
 
     def on_body(self, body: bytes) -> None:
         """Take a piece of a body."""

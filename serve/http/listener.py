@@ -18,13 +18,23 @@ from dataclasses import replace
 from functools import partial
 from math import inf
 from pathlib import Path
+from time import monotonic
 from typing import Any, Protocol
 
 import psutil
 
 from modelyard.serve.dataplane.budget import AnswerBudget
 from modelyard.serve.errors import StartError
-from modelyard.serve.http.connection import HAS_PARSER, Accepts, Access, Connection
+from modelyard.serve.http.connection import (
+    HAS_PARSER,
+    SLICE_BYTES,
+    Accepts,
+    Access,
+    Connection,
+    refuse_again,
+    unread_s,
+)
+from modelyard.serve.http.heads import Heads
 from modelyard.serve.http.site import SiteCheck
 from modelyard.serve.http.tls import TlsContext
 from modelyard.serve.http.turns import Turns
@@ -127,6 +137,7 @@ class Listener:
         self.budget = budget or AnswerBudget()
         self._spares_descriptors = spares_descriptors
         self.connections: set[Connection] = set()
+        self.heads = Heads()
         self._opening: set[asyncio.Task[None]] = set()
         self._room = self.settings.max_connections
         """Connections that there may be: fewer than the limit once descriptors run short."""
@@ -192,16 +203,39 @@ class Listener:
             if self._count >= self._room:
                 return  # whether another one waits is not known yet
             try:
-                accepted, _ = self._socket.accept()
+                accepted, client = self._socket.accept()
             except (BlockingIOError, ConnectionAbortedError):
                 return
             except OSError as error:  # no descriptor or no memory is left
                 logger.warning("%s: cannot accept a connection: %s", self.url, error.strerror)
                 self._make_room()
                 return
+            if monotonic() < self.heads.refuses_until and self._refuses(accepted, client):
+                continue
             self._open(accepted)
             if self._spares_descriptors and accepted.fileno() >= _descriptors():
                 self._room = max(1, self._count - 1)  # all lower numbers are in use
+
+    def _refuses(self, accepted: socket.socket, client: Any) -> bool:
+        """Answer a client whose request is refused, and its connection closed, as the last was.
+
+        It costs a tenth of a connection that is opened.
+        """
+        if self._tls is not None:
+            return False
+        accepted.setblocking(False)
+        with contextlib.suppress(OSError):
+            data = accepted.recv(SLICE_BYTES, socket.MSG_PEEK)
+            head, _ = self.heads.find(data) or (None, b"")
+            refusal = head.find_refusal(unread_s(accepted)) if head is not None else None
+            if head is None or refusal is None or refusal.keeps_alive:
+                return False
+            answer = refuse_again(head, refusal, client[:2] or None, self.access)
+            with accepted, contextlib.suppress(OSError):  # the client may have left
+                accepted.recv(len(data))  # what is unread at the end would reset the connection
+                accepted.send(answer)
+            return True
+        return False
 
     def _accepts(self) -> int:
         if not self.turns.is_behind:

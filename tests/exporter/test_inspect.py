@@ -4,6 +4,7 @@ import math
 import re
 import warnings
 import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -139,9 +140,29 @@ def test_refused_names_of_a_hostile_file_are_printed(name: str, tmp_path: Path) 
     assert not (tmp_path / "marker").exists()
 
 
+_PIPELINE = b"\x8c\x10sklearn.pipeline\x94\x8c\x08Pipeline\x94\x93\x94)\x81"
+
+
 @pytest.mark.parametrize(
     ("content", "seen"),
     [
+        pytest.param(
+            b"\x80\x04" + _PIPELINE,
+            "holds a sklearn.pipeline.Pipeline, of which nothing was loaded",
+            id="scikit-learn",
+        ),
+        pytest.param(
+            zlib.compress(b"\x80\x04}\x94(\x8c\x05model\x94" + _PIPELINE),
+            'file.pt")["model"]; rows = numpy.zeros((1, model.n_features_in_), "float32")',
+            id="packed, in a dict",
+        ),
+        pytest.param(
+            b"\x80\x02clightgbm.sklearn\nLGBMClassifier\nq\x00)\x81",
+            "onnxmltools.convert_lightgbm(model",
+            id="LightGBM",
+        ),
+        pytest.param(b'{"learner":{', "onnxmltools.convert_xgboost(model", id="XGBoost's own"),
+        pytest.param(b"tree\nversion=v4\n", "lightgbm.Booster(model_file", id="LightGBM's own"),
         pytest.param(b"", "is empty", id="empty"),
         pytest.param(b"hello", "is not a checkpoint that can be read", id="text"),
         pytest.param(b"PK\x03\x04 broken", "cut short", id="cut zip"),
@@ -169,6 +190,9 @@ def test_what_is_no_checkpoint_is_named_with_advice(
         pytest.param(["data.pkl", "data", "version"], "unpacked", id="unpacked zip"),
         pytest.param([], "the folder that a trainer wrote", id="empty"),
         pytest.param(["config.json"], "no file of weights", id="no weights"),
+        pytest.param(
+            ["config.json", "tf_model.h5"], "weights of another framework, alone", id="TensorFlow"
+        ),
         pytest.param(["a.safetensors", "b.safetensors"], "several files", id="two"),
     ],
 )

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from modelyard.archiver.signature import Signature, parse_inputs
 from modelyard.exporter.errors import UsageError
-from modelyard.exporter.inputs.samples import Sample, choose_example, hold_out, regroup, two_batches
+from modelyard.exporter.inputs.samples import Sample, choose_example, hold_out, regroup, rows_of
 
 WORDS = parse_inputs(["ids:int64[batch,length=2..9]", "lengths:int64[batch]=1..length"])
 GRAPH = parse_inputs(["x:float32[nodes=1..99,2]", "edges:int64[2,edges=1..99]<nodes"])
@@ -52,7 +52,7 @@ def test_what_is_not_made_of_rows_stays_as_it_is() -> None:
     )
     assert regroup([sample], GRAPH) == (sample,)
     assert choose_example([sample], GRAPH) is sample
-    assert two_batches([sample], GRAPH, 3) is None
+    assert rows_of([sample], GRAPH) is None
     offsets = parse_inputs(["offsets:int64[rows]=0..9,rising"])
     sorted_rows = Sample("a.npz", (torch.tensor([0, 4, 5]),), {"rows": 3})
     assert regroup([sorted_rows], offsets) == (sorted_rows,)
@@ -65,11 +65,11 @@ def test_the_example_has_no_size_of_1_and_none_twice() -> None:
     assert choose_example([one, other], GRAPH) is other
 
 
-def test_two_batches_differ_in_every_row_or_there_are_none() -> None:
-    found = two_batches([_words(2, 3)], WORDS, 3)
+def test_rows_of_one_kind_only_say_nothing_of_a_batch() -> None:
+    found = rows_of([_words(2, 3)], WORDS)
     assert found is not None
-    assert [_first_column(batch.inputs[0]) for batch in found] == [[0, 1, 0], [1, 0, 1]]
-    assert two_batches([_words(1, 3)], WORDS, 3) is None
+    assert _first_column(found.inputs[0]) == [0, 1]
+    assert rows_of([_words(1, 3)], WORDS) is None
 
 
 def test_every_fourth_row_is_held_out_of_calibration() -> None:

@@ -58,6 +58,18 @@ def send(
     return client
 
 
+def lockstep(server: LiveServer, model: str, header: bytes, count: int) -> list[bytes]:
+    """Send a request so many times over one connection; return what came back for each."""
+    request = b"POST /predictions/%b HTTP/1.1\r\nHost: localhost\r\n" % model.encode()
+    request += b"%b\r\nContent-Length: 4\r\n\r\nmore" % header
+    answers = []
+    with socket.create_connection(server.address, 20) as client:
+        for _ in range(count):
+            client.sendall(request)
+            answers.append(client.recv(1 << 16))
+    return answers
+
+
 def within(timeout: str) -> dict[str, str]:
     return {"X-Request-Timeout": timeout}
 
@@ -262,6 +274,17 @@ def test_a_full_queue_refuses_at_the_door_and_nothing_else_moves(
         before, held = refused(server, "full", "predict", "full"), server.handed_over("full")
         answers = [server.predict("full", "one more") for _ in range(count)]
         assert refused(server, "full", "predict", "full") == before + count
+        # Faster than a queue's state is looked at: most get what the one before got.
+        own, made = (
+            lockstep(server, "full", header, count) for header in (b"X-Request-Id: me", b"a: b")
+        )
+        assert refused(server, "full", "predict", "full") == before + 3 * count
+        assert all(b"x-request-id: me\r\n" in answer for answer in own)
+        assert len(set(made)) == count, "each has an id of its own"
+        assert {answer.partition(b"\r\n")[0] for answer in own + made} == {
+            own[0][: own[0].index(b"\r")]
+        }
+        assert own[0].startswith(b"HTTP/1.1 503 ")
         assert (server.waiting("full"), server.handed_over("full")) == (300, held)
     gate.touch()
     assert {answer.status_code for answer in answers} == {503}

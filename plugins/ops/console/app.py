@@ -100,7 +100,7 @@ class Console:
         Raises:
             NoSuchRoute, MethodNotAllowed, BadRequest.
         """
-        path = cycle.raw_path.decode("latin-1").removeprefix(ROOT)
+        path = cycle.head.raw_path.decode("latin-1").removeprefix(ROOT)
         found = [(page, names) for page in self._pages if (names := page.match(path)) is not None]
         if not found:
             raise NoSuchRoute

@@ -1,0 +1,152 @@
+"""A head that is known says what the parser would say: nobody is read in two ways."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Sequence
+
+import pytest
+import uvloop
+
+from modelyard.serve.http.heads import MOST_BYTES, MOST_HEADS, Again, Head, Heads, Refusal
+from tests.serve.test_connection import CLOSE, HOST, Served, chunked, get, post
+
+KNOWN = post(b"/e", b"abc")
+NONE = get(b"/e")
+SMUGGLED = get(b"/smuggled")
+
+CASES = {
+    "again": [KNOWN],
+    "without a body": [NONE],
+    "two in one": [KNOWN + KNOWN],
+    "another behind it": [KNOWN + SMUGGLED],
+    "half of the body": [KNOWN[:-1], KNOWN[-1:]],
+    "half of the head": [KNOWN[:20], KNOWN[20:]],
+    "no end yet": [NONE[:-4], b"\r\na: b\r\n\r\n"],
+    "no body yet": [KNOWN[:-3], b"abc"],
+    "a body that looks like an end": [post(b"/e", b"\r\n\r\n")],
+    "a body that is a request": [post(b"/e", SMUGGLED)],
+    "a body one too long": [KNOWN + b"d"],
+    "empty lines before it": [b"\r\n\r\n" + KNOWN],
+    "a bare line feed at its end": [KNOWN.replace(b"\r\n\r\n", b"\n\n")],
+    "bare line feeds": [KNOWN.replace(b"\r\n", b"\n")],
+    "two lengths": [post(b"/e", b"abc", b"content-length: 3\r\n")],
+    "two other lengths": [post(b"/e", b"abc", b"content-length: 33\r\n")],
+    "a length with a sign": [get(b"/e", b"content-length: +3\r\n", b"POST") + b"abc"],
+    "length and chunks": [post(b"/e", b"0\r\n\r\n", b"transfer-encoding: chunked\r\n")],
+    "behind chunks": [b"".join(chunked(b"3\r\nabc\r\n0\r\n\r\n")) + KNOWN],
+    "after chunks": [b"".join(chunked(b"3\r\nabc\r\n0\r\n\r\n")), KNOWN],
+    "in chunks that do not end": [b"".join(chunked(b"3\r\nabc\r\n")), KNOWN],
+    "in a body": [get(b"/e", b"content-length: 200\r\n", b"POST"), KNOWN, b"x" * 200],
+    "after a close": [post(b"/e", b"abc", CLOSE), KNOWN],
+    "version 1.0": [KNOWN.replace(b"1.1", b"1.0"), KNOWN],
+    "an offer of another protocol": [
+        get(b"/e", b"Connection: Upgrade\r\nUpgrade: h2c\r\n"), KNOWN, SMUGGLED,
+    ],
+    "waits to be asked": [post(b"/e", b"abc", b"Expect: 100-continue\r\n")],
+    "a header of two lines": [get(b"/e", b"a: b\r\n c: d\r\n")],
+    "two hosts": [get(b"/e", HOST)],
+    "by a page": [post(b"/e", b"abc", b"Origin: http://elsewhere\r\n")],
+    "a head alone": [get(b"/exact", b"", b"HEAD")],
+}  # fmt: skip
+"""What is sent, in pieces: on one connection, twice."""
+
+
+class Forgetful(Heads):
+    """Keeps nothing: everything is parsed."""
+
+    def keep(self, data: bytes, head: Head) -> None:
+        """Keep nothing."""
+
+
+async def answers(served: Served, exchanges: Sequence[Sequence[bytes]]) -> list[bytes]:
+    """Return all that comes back on a connection for each exchange, one after the other."""
+    found: list[bytes] = []
+    for pieces in exchanges:
+        reader, writer, _ = await served.open()
+        found.append(b"")
+        with contextlib.closing(writer), contextlib.suppress(ConnectionError):
+            for piece in pieces:
+                if not writer.transport.is_closing():
+                    writer.write(piece)
+                    await asyncio.sleep(0.003)
+            if not writer.transport.is_closing():
+                writer.write_eof()
+            while data := await reader.read(1 << 16):
+                found[-1] += data
+    return found
+
+
+def compare(exchanges: Sequence[Sequence[bytes]]) -> tuple[list[bytes], list[bytes]]:
+    """Return what a listener answers that knows heads, and one that parses all."""
+
+    async def main() -> tuple[list[bytes], list[bytes]]:
+        found = []
+        for heads in (Heads(), Forgetful()):
+            served = Served()
+            served.listener.heads = heads
+            await served.listener.start()
+            found.append(await answers(served, [[KNOWN], [NONE], *exchanges]))
+            served.listener.close_idle(0)
+            await served.listener.stop_accepting()
+        return found[0], found[1]
+
+    return uvloop.run(main())
+
+
+def test_what_is_known_is_read_as_if_it_were_parsed() -> None:
+    exchanges = [pieces * times for times in (1, 2) for pieces in CASES.values()]
+    known, parsed = compare(exchanges + exchanges)
+    names = ["", "", *[f"{name} × {times}" for times in (1, 2) for name in CASES] * 2]
+    wrong = {name: pair for name, *pair in zip(names, known, parsed, strict=True)
+             if pair[0] != pair[1]}  # fmt: skip
+    assert not wrong
+    assert len(set(parsed)) > 10
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_nor_is_what_chance_makes_of_requests(seed: int) -> None:
+    rng = random.Random(seed)
+    parts = [piece for pieces in CASES.values() for piece in pieces]
+    exchanges = []
+    for _ in range(100):
+        sent = bytearray(b"".join(rng.choices(parts, k=rng.randint(1, 3))))
+        for _ in range(rng.randint(0, 2)):
+            at = rng.randrange(len(sent) + 1)
+            sent[at : at + rng.randint(0, 2)] = rng.choice([b"", b"\r", b"\n", b" ", b"0", b":"])
+        cut = rng.randrange(len(sent) + 1) if rng.random() < 0.3 else 0
+        exchanges.append([bytes(piece) for piece in (sent[:cut], sent[cut:]) if piece])
+    known, parsed = compare(exchanges)
+    assert known == parsed
+
+
+def test_a_head_is_found_again_and_few_are_kept() -> None:
+    heads, known = Heads(), Head("POST", "/e", b"/e", b"", [], [], b"", 3)
+    for unfit in (KNOWN + b"d", KNOWN[:-1], KNOWN[:-5], b"", b"abc", b"\r\n\r\n" + KNOWN):
+        heads.keep(unfit, known)
+    assert not heads
+    heads.keep(KNOWN, known)
+    assert heads == {KNOWN[:-7]: known}
+    long = post(b"/e", b"abc", b"a: %b\r\n" % (b"x" * MOST_BYTES))
+    heads.keep(long, known)
+    assert len(heads) == 1
+    for at in range(MOST_HEADS):
+        heads.keep(post(b"/%d" % at, b"abc"), known)
+    assert 0 < len(heads) < MOST_HEADS
+
+
+def test_a_refusal_holds_for_a_moment_and_for_those_who_waited_as_long() -> None:
+    head = Head("POST", "/e", b"/e", b"", [], [], b"", 3)
+    assert head.find_refusal(1.0) is None
+    for until, is_so, waited_s, is_refused in (
+        (float("inf"), True, 0.2, True),
+        (float("inf"), True, 0.1, False),
+        (float("inf"), False, 0.2, False),
+        (0.0, True, 0.2, False),
+    ):
+        again = Again(0.2, until, lambda is_so=is_so: is_so, lambda: None)  # type: ignore[misc]
+        head.refusal = Refusal(again, lambda: "", [b""], 503, 0, True, None)
+        assert (head.find_refusal(waited_s) is not None) is is_refused
+        assert (head.refusal is None) is (until == 0.0 or not is_so)
