@@ -204,7 +204,7 @@ def one(cls: type[nn.Module], known: Row, again: bool) -> Row:
         kept: tuple[str, ...] = ("call", "inputs", "parameters")
         row: Row = {key: known[key] for key in kept if key in known}
         if not row.get("inputs"):
-            row = limited(lambda: search(cls), folder)
+            row = limited(lambda: search(cls), folder, 3 * SEARCH_S)
             row = {key: each for key, each in row.items() if key not in ("cpu_s", "peak_mb")}
         if not row.get("inputs"):
             return row
@@ -231,7 +231,7 @@ def one(cls: type[nn.Module], known: Row, again: bool) -> Row:
         return row | {"cpu_s": cpu, "peak_mb": peak}
 
 
-def limited(step: Callable[[], Row], folder: Path) -> Row:
+def limited(step: Callable[[], Row], folder: Path, seconds: int = STEP_S) -> Row:
     """Run a step in a fork, in a process group of its own, and end that at its limits."""
     answer = folder / "answer.json"
     answer.unlink(missing_ok=True)
@@ -239,7 +239,7 @@ def limited(step: Callable[[], Row], folder: Path) -> Row:
     def run() -> None:
         os.setsid()
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-        resource.setrlimit(resource.RLIMIT_CPU, (STEP_S, STEP_S))
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
         with (folder / "log").open("w", encoding="utf-8") as log:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
@@ -254,14 +254,14 @@ def limited(step: Callable[[], Row], folder: Path) -> Row:
 
     process = multiprocessing.get_context("fork").Process(target=run)
     process.start()
-    process.join(5 * STEP_S)
+    process.join(5 * seconds)
     if process.is_alive():
         os.killpg(process.pid or 0, signal.SIGKILL)
         process.join()
     if answer.exists():
         found: Row = json.loads(answer.read_text(encoding="utf-8"))
         return found
-    return {"broken": f"ended by signal {-(process.exitcode or 0)}, or after {STEP_S} s"}
+    return {"broken": f"ended by signal {-(process.exitcode or 0)}, or after {seconds} s"}
 
 
 # -- how a class is built, and what it takes ------------------------------------------------------
