@@ -21,7 +21,9 @@ from modelyard.exporter.arguments import take_inputs, take_submodule
 from modelyard.exporter.checkpoint import open_model
 from modelyard.exporter.classes import without_class
 from modelyard.exporter.errors import (
+    ArgumentsKnown,
     ExportError,
+    ModelError,
     NoClass,
     PartialExportError,
     UsageError,
@@ -47,7 +49,7 @@ from modelyard.exporter.prove.locate import first_difference
 from modelyard.exporter.prove.parity import ExportReport, Parity, check, publish, sha256
 from modelyard.exporter.prove.reference import Reference, observe
 from modelyard.exporter.refusals import as_onnx, check_request
-from modelyard.exporter.request import STATIC, ExportRequest, command_of, rename_file
+from modelyard.exporter.request import STATIC, ExportRequest, command_of, paste, rename_file
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _LOAD, _RUN, _WRITE, _CHECK = "load {}", "run the checkpoint's model", "write {}", "check {}"
@@ -159,6 +161,9 @@ def _open(request: ExportRequest, checkpoint: Checkpoint, notes: list[str]) -> I
             yield module
     except NoClass as error:
         raise without_class(request, checkpoint, str(error)) from error
+    except ArgumentsKnown as error:
+        arguments = {**(request.model_args or {}), **error.arguments}
+        raise ModelError(f"{error}{paste(replace(request, model_args=arguments))}") from error
 
 
 _STAGES = {
