@@ -8,6 +8,7 @@ machinery (1.5 µs instead of 80): `Application` takes it before routing.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
@@ -23,12 +24,14 @@ from modelyard.serve.dataplane.call import (
     EXPLAIN,
     HIGH,
     MOST_UNREAD_BYTES,
+    NORMAL,
     PREDICT,
     Call,
     Reply,
     Stream,
     Target,
 )
+from modelyard.serve.dataplane.queue import EXPECTED_SHARE
 from modelyard.serve.dataplane.tracing import PARENT, Attributes, Trace
 from modelyard.serve.dataplane.wire import MOST_ROWS, Buffer, Payload
 from modelyard.serve.front.begin import (
@@ -310,9 +313,12 @@ class DirectReply(CallReply):
             counts.answered(503, 0.0)
             answers.count(503)
 
+        is_late = isinstance(error, errors.TooLate)
+        timeout_s = min(self.terms(math.inf, NORMAL)[0], model.config.request_timeout_s)
         self.asked.again = Again(
             self.asked.connection.waited_s,
             monotonic() + HOLDS_S,
+            EXPECTED_SHARE * timeout_s if is_late else math.inf,
             lambda: batcher.changes == changes,
             count,
         )

@@ -555,7 +555,11 @@ class Connection(asyncio.Protocol):
             self._was_unread = False
             waited_s = self.turns.late_s(unread_s(self._socket))
         if not self.turns.has_time():
-            self._leave((monotonic() - waited_s, data))
+            # Who will wait for its turn for a third of what would be too long is refused now.
+            self.waited_s = waited_s + 3 * self.turns.behind_s
+            if not self._is_first or not self._take_known(data, only_refuses=True):
+                self._leave((monotonic() - waited_s, data))
+            self.waited_s = 0.0
             return
         self.waited_s = waited_s
         self._receive(data)
@@ -589,8 +593,7 @@ class Connection(asyncio.Protocol):
 
     def _receive(self, data: bytes | memoryview) -> None:
         if len(data) <= SLICE_BYTES and self.reading is None:
-            is_first = self.phase == IDLE and self.answering is None
-            if not is_first or not isinstance(data, bytes):
+            if not self._is_first or not isinstance(data, bytes):
                 self._feed(data)
             elif not self._take_known(data):
                 self._feed(data)
@@ -621,7 +624,12 @@ class Connection(asyncio.Protocol):
         elif answering.is_received:
             answering.deliver()
 
-    def _take_known(self, data: bytes) -> bool:
+    @property
+    def _is_first(self) -> bool:
+        """Whether what comes now is the beginning of a request, and none is before it."""
+        return self.phase == IDLE and self.answering is None and self._put_off is None
+
+    def _take_known(self, data: bytes, only_refuses: bool = False) -> bool:
         """Take a whole request whose head was parsed before; return whether that is what came."""
         known, end, body = data.partition(END)
         head = self.heads.get(known)
@@ -629,6 +637,8 @@ class Connection(asyncio.Protocol):
             return False
         if head.refusal is not None and self._refuse_again(head):
             return True
+        if only_refuses:
+            return False
         cycle = self.answering = RequestResponseCycle(self, head)
         cycle.is_received = True
         if body:

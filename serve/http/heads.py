@@ -23,6 +23,9 @@ HOLDS_S = 0.001
 """Time for which a refusal may be given again to the same head: what it goes by hardly changes
 meanwhile."""
 
+HOPELESS_HOLDS_S = 1.0
+"""The same of those that have waited for so long that nothing could answer them in time."""
+
 
 class Again(NamedTuple):
     """When a request is refused as the last one of the same head was."""
@@ -31,6 +34,9 @@ class Again(NamedTuple):
     """How long that one had waited; one that waited less may be taken."""
     until: float
     """Time of `time.monotonic()`."""
+    hopeless_s: float
+    """Who waited as long is refused whatever has changed, for `HOPELESS_HOLDS_S`; infinite where
+    nobody is."""
     is_so: Callable[[], bool]
     """Returns whether nothing has changed since."""
     note: Callable[[], None]
@@ -94,10 +100,11 @@ class Head:
         if refusal is None:
             return None
         again = refusal.again
-        if monotonic() > again.until or not again.is_so():
-            self.refusal = None
-            return None
-        return refusal if waited_s >= again.waited_s else None
+        now = monotonic()
+        if waited_s >= again.hopeless_s:
+            return refusal if now <= again.until + HOPELESS_HOLDS_S else None
+        is_so = waited_s >= again.waited_s and now <= again.until and again.is_so()
+        return refusal if is_so else None
 
 
 class Heads(dict[bytes, Head]):

@@ -50,8 +50,7 @@ QUIET_S = 0.5
 ACCEPTS_PER_TURN = 16
 """Connections that one turn of the loop accepts, so that requests are not held up by them."""
 ACCEPTS_WHILE_BEHIND = 8
-"""The same while there is no time for those that are open, and no client's time runs out. Under a
-flood it is one: 0.1 ms each is what several requests cost, and open ones can still be in time."""
+"""The same while there is no time for those that are open."""
 NOTE_S = 1.0
 MOST_NOTED = 1024
 """Addresses whose last line in the log is remembered."""
@@ -238,9 +237,7 @@ class Listener:
         return False
 
     def _accepts(self) -> int:
-        if not self.turns.is_behind:
-            return ACCEPTS_PER_TURN
-        return 1 if self.turns.is_flooded else ACCEPTS_WHILE_BEHIND
+        return ACCEPTS_WHILE_BEHIND if self.turns.is_behind else ACCEPTS_PER_TURN
 
     @property
     def _count(self) -> int:

@@ -23,6 +23,8 @@ FORGETS = 1.001
 """Factor by which each request lets the shortest time grow that was asked for of late."""
 OLDEST_EVERY = 16
 """Turns under a flood among which one is of who waits longest."""
+NEWEST_SHARE = 0.1
+"""Weight of the newest turn in the mean of what one takes."""
 TICK_S = 0.2
 """Time from one look at the clock to the next, which tells whether this process stood still."""
 
@@ -38,12 +40,7 @@ def last_comes_first(waited_s: float, patience_s: float, taken: int) -> bool:
         patience_s: the shortest time within which a client wants its answer.
         taken: how many have had their turn.
     """
-    return is_flood(waited_s, patience_s) and taken % OLDEST_EVERY != 0
-
-
-def is_flood(waited_s: float, patience_s: float) -> bool:
-    """Return whether in the order of arrival all would come too late; arguments as above."""
-    return waited_s > PATIENT_SHARE * patience_s
+    return waited_s > PATIENT_SHARE * patience_s and taken % OLDEST_EVERY != 0
 
 
 class Waiting(Protocol):
@@ -66,6 +63,10 @@ class Turns:
         self._patience_s = math.inf
         """The shortest time of late within which a client wants its answer."""
         self._taken = 0
+        self._count = 0
+        """Connections that wait."""
+        self._turn_s = 0.0
+        """Time that one of them takes, a mean of late."""
         self._clock = Clock()
         self._tick()
 
@@ -99,21 +100,21 @@ class Turns:
     def put_off(self, connection: Waiting, address: str = "") -> None:
         """Have a connection of an address take what it holds in a later turn."""
         self._waiting.setdefault(address, deque()).append((monotonic(), connection))
+        self._count += 1
 
     def expect(self, timeout_s: float) -> None:
         """Take note of the time within which a client wants its answer."""
         self._patience_s = min(timeout_s, FORGETS * self._patience_s)
 
     @property
+    def behind_s(self) -> float:
+        """How long who comes now will wait for a turn."""
+        return self._count * self._turn_s
+
+    @property
     def is_behind(self) -> bool:
         """Whether clients wait for their turn."""
         return bool(self._waiting)
-
-    @property
-    def is_flooded(self) -> bool:
-        """Whether clients wait for their turn for so long that the last come first."""
-        oldest = min((queue[0][0] for queue in self._waiting.values()), default=math.inf)
-        return is_flood(monotonic() - oldest, self._patience_s)
 
     def _arm(self, now: float) -> None:
         self._is_armed = True
@@ -125,10 +126,14 @@ class Turns:
         self._is_armed = False
         if not self._waiting:
             return
-        self._until = monotonic() + SLICE_S
+        began_at, before = monotonic(), self._taken
+        self._until = began_at + SLICE_S
         while self._waiting and monotonic() < self._until:
             self._take().take_put_off()
-        self._arm(monotonic())
+        now = monotonic()
+        turn_s = (now - began_at) / (self._taken - before)
+        self._turn_s += NEWEST_SHARE * (turn_s - self._turn_s)
+        self._arm(now)
 
     def _take(self) -> Waiting:
         """Return whose turn it is: who waits longest, or under a flood mostly who came last.
@@ -136,6 +141,7 @@ class Turns:
         That is among those of one address, whose turn it is among addresses.
         """
         self._taken += 1
+        self._count -= 1
         address = next(iter(self._waiting))
         queue = self._waiting.pop(address)
         is_last = last_comes_first(monotonic() - queue[0][0], self._patience_s, self._taken)

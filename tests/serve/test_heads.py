@@ -5,12 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import time
 from collections.abc import Sequence
 
 import pytest
 import uvloop
 
-from modelyard.serve.http.heads import MOST_BYTES, MOST_HEADS, Again, Head, Heads, Refusal
+from modelyard.serve.http.heads import (
+    HOPELESS_HOLDS_S,
+    MOST_BYTES,
+    MOST_HEADS,
+    Again,
+    Head,
+    Heads,
+    Refusal,
+)
 from tests.serve.test_connection import CLOSE, HOST, Served, chunked, get, post
 
 KNOWN = post(b"/e", b"abc")
@@ -140,13 +149,16 @@ def test_a_head_is_found_again_and_few_are_kept() -> None:
 def test_a_refusal_holds_for_a_moment_and_for_those_who_waited_as_long() -> None:
     head = Head("POST", "/e", b"/e", b"", [], [], b"", 3)
     assert head.find_refusal(1.0) is None
+    now = time.monotonic()
     for until, is_so, waited_s, is_refused in (
-        (float("inf"), True, 0.2, True),
-        (float("inf"), True, 0.1, False),
-        (float("inf"), False, 0.2, False),
-        (0.0, True, 0.2, False),
+        (now + 60, True, 0.2, True),
+        (now + 60, True, 0.1, False),
+        (now + 60, False, 0.2, False),
+        (now - 0.1, True, 0.2, False),
+        (now - 0.1, False, 0.6, True),  # hopeless, whatever has changed
+        (now - 0.1, False, 0.5, False),
+        (now - HOPELESS_HOLDS_S, False, 0.6, False),
     ):
-        again = Again(0.2, until, lambda is_so=is_so: is_so, lambda: None)  # type: ignore[misc]
+        again = Again(0.2, until, 0.6, lambda is_so=is_so: is_so, lambda: None)  # type: ignore[misc]
         head.refusal = Refusal(again, lambda: "", [b""], 503, 0, True, None)
-        assert (head.find_refusal(waited_s) is not None) is is_refused
-        assert (head.refusal is None) is (until == 0.0 or not is_so)
+        assert (head.find_refusal(waited_s) is not None) is is_refused, (until - now, waited_s)
