@@ -16,7 +16,15 @@ from modelyard.plugins.cluster.servers.parent import refuse_unfit
 from modelyard.serve.control.sizing import Machine, machine_of, share_of, this_machine
 from modelyard.serve.errors import WrongUsage
 from modelyard.serve.settings import Settings
-from tests.serve.live import LiveServer, build_archive, launch, modelyard, poll, start_arguments
+from tests.serve.live import (
+    LiveServer,
+    build_archive,
+    is_alive,
+    launch,
+    modelyard,
+    poll,
+    start_arguments,
+)
 
 pytestmark = pytest.mark.skipif(
     this_machine().cores < 2, reason="two servers are started on two cores or more"
@@ -186,9 +194,10 @@ def test_what_was_served_is_there_after_a_stop_and_with_one_server(
     assert len(server.worker_pids("echo")) == 4
     assert len(ask(server)) >= 2
     server.signal(signal.SIGKILL)
+    server.close_clients()
     server.wait()
     children = server.about["servers"]
-    poll(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children), "they end with it", 5)
+    poll(lambda: not any(map(is_alive, children)), "they end with it", 5)
     alone = start(store, state)
     assert len(alone.worker_pids("echo")) == 4
     alone.stop()
