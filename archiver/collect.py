@@ -339,6 +339,12 @@ class _Collector:
                 f"{artifact.name} was compared with its checkpoint on few inputs; export it again "
                 "without --quick before it is served"
             )
+        self.warnings += [
+            f'{artifact.name} is refused requests whose "{spec.name}" holds {spec.limits}: it is '
+            "known to answer them otherwise than its checkpoint"
+            for spec in (report.signature.inputs if report else ())
+            if spec.limits
+        ]
         return report
 
     def _add_with_report(self, file: Path, *roles: str) -> tuple[Report | None, bool]:

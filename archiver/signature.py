@@ -18,8 +18,8 @@ Reports and manifests hold a signature as
      "outputs": […], "dims": {"batch": {"min": 1, "max": 8}},
      "batching": {"batchable": true, "reason": "…"}}
 
-where an input may also have "values", "argument" (the way to it) and "view" ("complex64"), and a
-dim its "step".
+where an input may also have "values", "argument" (the way to it), "view" ("complex64") and "limits"
+(for which values the artifact is known to differ), and a dim its "step".
 """
 
 import re
@@ -31,7 +31,7 @@ from typing import Any
 
 from modelyard.archiver import values as values_of
 from modelyard.archiver.untrusted.json import Fields
-from modelyard.archiver.values import Values
+from modelyard.archiver.values import Limits, Values
 
 DTYPES = (
     *("float32", "float16", "bfloat16", "float64"),
@@ -108,6 +108,8 @@ class TensorSpec:
     """Those that it takes; None where nobody said so."""
     view: str = ""
     """The complex dtype whose real view the artifact takes, of `VIEWS`."""
+    limits: Limits | None = None
+    """Values for which the artifact is known to differ from its checkpoint, if there are any."""
 
     def __str__(self) -> str:
         name, dims = self.path or self.name, self.shape
@@ -121,6 +123,13 @@ class TensorSpec:
         """Whether it holds floating-point numbers."""
         return "float" in self.dtype
 
+    @property
+    def open_value(self) -> int | None:
+        """What lets a position through, if it is a mask: by its name, nothing else tells it."""
+        if self.is_float or "mask" not in self.name:
+            return None
+        return 0 if "padding_mask" in self.name else 1  # torch's say what to leave out
+
     def sizes(self, dims: Mapping[str, int]) -> tuple[int, ...]:
         """Return the shape with every dynamic dimension at its size in `dims`."""
         return tuple(size if isinstance(size, int) else dims[size.name] for size in self.shape)
@@ -131,7 +140,8 @@ class TensorSpec:
         document: dict[str, Any] = {"name": self.name, "dtype": self.dtype, "shape": shape}
         stated = {"argument": self.path, "view": self.view}
         document |= {key: text for key, text in stated.items() if text}
-        return document | ({"values": self.values.to_json()} if self.values else {})
+        both = {"values": self.values, "limits": self.limits}
+        return document | {key: each.to_json() for key, each in both.items() if each}
 
 
 @dataclass(frozen=True)
@@ -273,7 +283,8 @@ def _read_tensor(fields: Fields, dims: Mapping[str, Dim]) -> TensorSpec:
         values = values_of.read_values(stated)
         if problem := values.problem(dtype, ends_of(dims)):
             fields.problems.append(f"{stated.path}: {problem}")
-    return TensorSpec(fields.text("name"), dtype, tuple(shape), path, values, view)
+    limits = values_of.read_limits(fields.object("limits")) if "limits" in fields.values else None
+    return TensorSpec(fields.text("name"), dtype, tuple(shape), path, values, view, limits)
 
 
 def ends_of(dims: Mapping[str, Dim]) -> dict[str, tuple[int, int]]:

@@ -11,11 +11,14 @@ Written behind the dims of an `--input`:
     …,falling       no value is more than the one before it, as lengths of packed sequences
 
 Reports and manifests hold {"min": 1, "max": "length"} or {"among": [0, 3, 7]}, and "order".
+
+`Limits` say for which other values an artifact is known to differ from its checkpoint.
 """
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from dataclasses import fields as dataclass_fields
 from typing import Any
 
 from modelyard.archiver.untrusted.json import Fields, is_number
@@ -112,6 +115,51 @@ class Values:
         if lowest > highest:
             return f"{self.low} is not below {self.high} at every size of the dims"
         return None
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Values of an input for which an artifact is known to differ from its checkpoint."""
+
+    nan: bool = False
+    """Whether it differs for NaN."""
+    low: Number | None = None
+    """The smallest number for which it agrees, where some that are smaller differ."""
+    high: Number | None = None
+    """The largest number for which it agrees, where some that are larger differ."""
+    closed: bool = False
+    """Whether it differs for rows of a mask that let nothing through."""
+    padded: bool = False
+    """Whether it differs for rows of a mask that do not let their first position through."""
+
+    def __str__(self) -> str:
+        return " or ".join(
+            text
+            for stated, text in (
+                (self.nan, "NaN"),
+                (self.low is not None, f"a value below {self.low or 0:g}"),
+                (self.high is not None, f"a value above {self.high or 0:g}"),
+                (self.closed, "a row that is masked everywhere"),
+                (self.padded, "a row that is padded on the left"),
+            )
+            if stated
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the form that reports and manifests hold: what is stated alone."""
+        return {
+            key: each for key, each in vars(self).items() if each is not None and each is not False
+        }
+
+
+def read_limits(fields: Fields) -> Limits:
+    """Read limits as reports and manifests hold them; problems are noted in `fields`."""
+    stated: dict[str, Any] = {
+        each.name: fields.number(each.name) if each.default is None else fields.boolean(each.name)
+        for each in dataclass_fields(Limits)
+        if each.name in fields.values
+    }
+    return Limits(**stated)
 
 
 def parse_values(text: str) -> Values:

@@ -1,11 +1,10 @@
 """How fast and how equal are eight bits, and with undecided rows run again in float32?
 
 Digits: a CNN, trained here, on rows that it has not seen, moved, noisy, brighter and darker.
-ResNet-50 (`--resnet`): random layers with batch-norm statistics and a head fitted to digits, since
-no trained weights come with this repository. Printed are the speed beside float32 in onnxruntime,
-the share of labels that equal float32's, and the share of rows that run again.
+ResNet-50 (`--resnet`): trained here on digits of 32 × 32 pixels for 100 steps. Printed are speed
+beside float32 in onnxruntime, the share of labels that equal float32's, and of rows that run again.
 
-    python benchmarks/exact_labels.py [--resnet] [--pixels 224] [--rows 200]
+    python benchmarks/exact_labels.py [--resnet] [--pixels 32] [--rows 5579]
 """
 
 import argparse
@@ -23,7 +22,9 @@ from torch import Tensor, nn
 
 from modelyard import export
 from modelyard.base.terminal import out, plain_table
+from modelyard.exporter import ParityError
 
+TRAINED_AT = 32
 KINDS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "int8-dynamic": {"quantize": "int8-dynamic"},
@@ -83,46 +84,24 @@ def varied(pixels: Tensor, times: int) -> Tensor:
     return torch.cat(parts)
 
 
-def train(pixels: Tensor, labels: Tensor) -> nn.Module:
-    """Train on varied rows."""
-    torch.manual_seed(0)
-    net = DigitsCnn()
-    steps = torch.optim.Adam(net.parameters(), 2e-3)
-    for _ in range(400):
+def train(net: nn.Module, pixels: Tensor, labels: Tensor, size: int, steps: int) -> nn.Module:
+    """Train on varied rows, grown to a size."""
+    optimizer = torch.optim.Adam(net.parameters(), 2e-3 if size == 8 else 1e-3)
+    for _ in range(steps):
         some = torch.randint(len(pixels), (64,))
-        steps.zero_grad()
-        torch.autograd.backward(
-            nn.functional.cross_entropy(net(varied(pixels[some], 1)), labels[some])
-        )
-        steps.step()
+        optimizer.zero_grad()
+        rows = grown(varied(pixels[some], 1), size)
+        torch.autograd.backward(nn.functional.cross_entropy(net(rows), labels[some]))
+        optimizer.step()
     return net.eval()
 
 
-def fit(rows: Tensor, labels: Tensor) -> nn.Module:
-    """Return random layers whose batch-norm knows the rows, and a head that tells them apart."""
-    torch.manual_seed(0)
-    net = ResNet50()
-    for module in net.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.momentum = None
-    features = []
-    with torch.no_grad():
-        net.train()
-        for part in torch.split(rows, 16):
-            net(part)
-        net.eval()
-        for part in torch.split(rows, 16):
-            features.append(net.net.resnet(part).pooler_output.flatten(1))
-        x = torch.cat(features)
-        centre, size = x.mean(0), x.std(0).clamp(min=1e-3)
-        x = (x - centre) / size
-        wanted = 10 * nn.functional.one_hot(labels, 10).float() - 1
-        gram = x @ x.T + 30 * torch.eye(len(x))
-        weight = (x.T @ torch.linalg.solve(gram, wanted)) / size[:, None]
-        head = net.net.classifier[1]
-        head.weight.copy_(weight.T)
-        head.bias.copy_(-(centre @ weight))
-    return net
+def grown(pixels: Tensor, size: int) -> Tensor:
+    """Return digits as they are, or of another size in three channels."""
+    if size == 8:
+        return pixels
+    large = nn.functional.interpolate(pixels, (size, size), mode="bilinear")
+    return (large.expand(-1, 3, -1, -1) - 0.3) / 0.4
 
 
 def session(path: Path, more: tuple[str, ...] = ()) -> onnxruntime.InferenceSession:
@@ -142,27 +121,27 @@ def main() -> None:
     """Print the table."""
     given = argparse.ArgumentParser(description=__doc__)
     given.add_argument("--resnet", action="store_true")
-    given.add_argument("--pixels", type=int, default=224)
-    given.add_argument("--rows", type=int, default=200)
+    given.add_argument("--pixels", type=int, default=32, help="of ResNet-50's inputs, as measured")
+    given.add_argument("--rows", type=int, default=5579)
     given.add_argument("--batch", type=int, default=8)
     options = given.parse_args()
     torch.set_num_threads(1)
+    torch.manual_seed(0)
     pixels, labels = digits()
     if options.resnet:
         size = options.pixels
-
-        def grown(some: Tensor) -> Tensor:
-            large = nn.functional.interpolate(some, (size, size), mode="bilinear")
-            return (large.expand(-1, 3, -1, -1) - 0.3) / 0.4
-
-        net = fit(grown(pixels[:160]), labels[:160])
-        known, rows = grown(pixels[160:224]), grown(varied(pixels[224 : 224 + options.rows], 1))
-        model, inputs = f"{__file__}:ResNet50", f"x:float32[batch,3,{size},{size}]"
+        net = train(ResNet50(), pixels[:1000], labels[:1000], TRAINED_AT, steps=100)
+        model, inputs = f"{__file__}:ResNet50", f"pixels:float32[batch,3,{size},{size}]"
     else:
-        net = train(pixels[:1000], labels[:1000])
-        known, rows = varied(pixels[:1000], 1)[:512], varied(pixels[1000:], 7)
-        model, inputs = f"{__file__}:DigitsCnn", "x:float32[batch,1,8,8]"
-    inputs = inputs.replace("x:", "pixels:" if options.resnet else "input:")
+        size = 8
+        net = train(DigitsCnn(), pixels[:1000], labels[:1000], size, steps=400)
+        model, inputs = f"{__file__}:DigitsCnn", "input:float32[batch,1,8,8]"
+    rows = grown(varied(pixels[1000:], 7)[: options.rows], size)
+    known = grown(varied(pixels[:1000], 1)[: 512 if size <= TRAINED_AT else 48], size)
+    with torch.no_grad():
+        found = net(rows[:797]).argmax(1)
+    right = float((found == labels[1000 : 1000 + len(found)]).float().mean())
+    out.print(f"accuracy on {len(found)} rows that were not trained on: {right:.1%}")
     with tempfile.TemporaryDirectory() as folder:
         torch.save(net.state_dict(), f"{folder}/net.pt")
         np.save(f"{folder}/known.npy", known.numpy())
@@ -179,17 +158,21 @@ def compare(folder: Path, model: str, inputs: str, rows: Tensor, batch: int) -> 
     full_ms, wanted = 0.0, np.zeros(0)
     for name, arguments in KINDS.items():
         is_quantised = "quantize" in arguments
-        (report,) = export(
-            f"{folder}/net.pt",
-            model,
-            inputs,
-            output_dir=folder,
-            formats="onnx",
-            quick=True,
-            samples=[f"{folder}/known.npy"] if is_quantised else [],
-            max_loss=0.5,
-            **arguments,
-        )
+        try:
+            (report,) = export(
+                f"{folder}/net.pt",
+                model,
+                inputs,
+                output_dir=folder,
+                formats="onnx",
+                quick=True,
+                samples=[f"{folder}/known.npy"] if is_quantised else [],
+                max_loss=0.5,
+                **arguments,
+            )
+        except ParityError:
+            table.add_row(name, "refused")
+            continue
         running = session(report.artifact)
         (argument,) = (each.name for each in running.get_inputs())
         for part in batches[:2]:

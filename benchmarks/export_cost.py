@@ -4,7 +4,7 @@
 
 The bare process loads the same state dict, calls torch.export.export, saves the program, and has
 torch.onnx.export convert it and save. Memory is the largest sum over all processes of a command of
-their proportional set sizes (a page of two processes counts half in each), looked at each 30 ms.
+their proportional set sizes (a page of two processes counts half in each), looked at each 0.2 s.
 Ours and bare take turns; figures are medians.
 """
 
@@ -97,7 +97,7 @@ def _run(command: list[str], folder: Path) -> tuple[float, float]:
             pid, status, used = os.wait4(process.pid, os.WNOHANG)
             if pid:
                 break
-            time.sleep(0.03)
+            time.sleep(0.2)
     if status:
         sys.exit(f"{command[:2]} failed: {(folder / 'log').read_text()}")
     return used.ru_utime + used.ru_stime, peak

@@ -271,7 +271,8 @@ def _output_name(key: str) -> str:
 
 
 def _refusal(output: Any, own: Mapping[str, str], others: Mapping[str, Any]) -> str:
-    lines = f"forward() gives {_described(output)}; expected tensors, in tuples, dicts, dataclasses"
+    alone = others.get("") or output
+    lines = f"forward() gives {_described(alone)}; expected tensors, in tuples, dicts, dataclasses"
     if not own:
         return f"{lines}: wrap the model in one that gives them"
     caches = any("cache" in type(value).__name__.lower() for value in others.values())
@@ -283,7 +284,9 @@ def _leaves(output: Any, way: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str,
     """Yield what an output holds under the way to it; None is nothing."""
     parts = _parts(output)
     if parts is None:
-        if output is not None:
+        if isinstance(output, Tensor) and (output.is_nested or output.layout != torch.strided):
+            yield way, NotTensor("sparse or nested tensor, not a dense one")
+        elif output is not None:
             yield way, output
         return
     for key, value in parts:
@@ -303,6 +306,8 @@ def _parts(output: Any) -> list[tuple[str, Any]] | None:
 
 
 def _described(output: Any) -> str:
+    if isinstance(output, NotTensor):
+        return f"a {output.kind}"
     parts = dict(enumerate(output)) if isinstance(output, tuple | list) else output
     inside = ", ".join(
         f"{key}: {value.kind if isinstance(value, NotTensor) else type(value).__name__}"

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -23,7 +23,14 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from modelyard.base.nearest import nearest
-from modelyard.exporter.errors import CheckpointError, ModelError, NoClass, UsageError, cause
+from modelyard.exporter.errors import (
+    ArgumentsKnown,
+    CheckpointError,
+    ModelError,
+    NoClass,
+    UsageError,
+    cause,
+)
 from modelyard.exporter.formats.from_onnx import open_onnx_file
 from modelyard.exporter.formats.to_exported_program import open_program
 from modelyard.exporter.ingest import Checkpoint, read_checkpoint
@@ -312,6 +319,11 @@ def _check_required(
     line = f"def make({', '.join(known)}): return {name}({call})"
     place = f"to {where}" if where.endswith(".py") else f"to a file net.py that imports {name}"
     values = ", ".join(f'"{key}": …' for key in missing)
+    if found := _read_off(factory, missing, arguments, checkpoint):
+        raise ArgumentsKnown(
+            f"{name}() needs {', '.join(missing)}, which the shapes of the weights say",
+            found,
+        )
     own = [key for key in missing if all(n.startswith(f"{key}.") for n in checkpoint.tensors)]
     inside = f"; or name the class of {own[0]}, whose weights these are" if own else ""
     raise ModelError(
@@ -319,6 +331,29 @@ def _check_required(
         f"gives; give --model-args '{{{values}}}' or, for an object, add the factory `{line}` "
         f"{place} and give it with --model{inside}"
     )
+
+
+# Sizes that no other argument has by chance, for what takes any, and for what divides them.
+_MARKS = ((211, 223, 227, 229, 233, 239), (120, 168, 264, 312, 408, 456))
+
+
+def _read_off(
+    factory: Callable[..., Any],
+    missing: Sequence[str],
+    arguments: Mapping[str, Any],
+    checkpoint: Checkpoint,
+) -> dict[str, Any]:
+    """Return whole numbers for the arguments, by where a size of theirs turns up in the weights."""
+    for marks in _MARKS:
+        marked = dict(zip(missing, marks, strict=False))
+        try:
+            found = _fitting(factory, {**arguments, **marked}, checkpoint)
+        # The author's class may refuse such a value in any way.
+        except Exception:
+            continue
+        if found.keys() >= set(missing):
+            return {key: found[key] for key in missing}
+    return {}
 
 
 def _own_classes(module: ModuleType) -> list[str]:

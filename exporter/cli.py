@@ -151,6 +151,12 @@ def _notes(reports: "list[ExportReport]") -> list[str]:
                 f"compared on {report.parity.cases} inputs only; export it again without --quick "
                 "before it is served"
             )
+        if limits := report.parity.unusual.limits:
+            where = ", or ".join(f'"{name}" holds {each}' for name, each in limits.items())
+            notes.append(
+                f"{report.format}: its answers are not the checkpoint's where {where}; the server "
+                "refuses such a request (400)"
+            )
         if ill := report.parity.ill_conditioned:
             worst = max(ill, key=lambda case: case.moved)
             cases = len({case.case for case in ill})
@@ -164,6 +170,11 @@ def _notes(reports: "list[ExportReport]") -> list[str]:
             notes.append(
                 f"not compared at {len(left_out)} sizes where one case holds over "
                 f"{format_bytes(plan['budget_bytes'])}, up to {left_out[-1]}"
+            )
+        if branches := _branches(report):
+            notes.append(
+                f"{report.format}: what forward() chose at {', '.join(branches)} for one input is "
+                "done for every other"
             )
         if "deprecated" in report.details:
             notes.append(str(report.details["deprecated"]))
@@ -223,6 +234,20 @@ def _table(reports: "list[ExportReport]") -> "Table":
             format_bytes(report.artifact_bytes),
             f"{report.parity.max_abs:.1e}",
             "–".join(map(str, dict.fromkeys((batches[0], batches[-1])))),
-            "agrees" + (f", loses {report.parity.loss:.2%}" if report.parity.losses else ""),
+            _verdict(report),
         )
     return table
+
+
+def _verdict(report: "ExportReport") -> str:
+    lost = f", loses {report.parity.loss:.2%}" if report.parity.losses else ""
+    if branches := len(_branches(report)):
+        plural = "es" * (branches > 1)
+        return f"agrees on what was tried{lost}; traced with {branches} branch{plural}"
+    return f"agrees{lost}"
+
+
+def _branches(report: "ExportReport") -> list[str]:
+    """Return the author's lines at which a trace kept one way of several."""
+    found: Any = report.details.get("warnings", ())
+    return list(dict.fromkeys(":".join(text.split(":")[:2]) for text in found))

@@ -5,6 +5,7 @@ ExportError
 │   └── NoClass       weights, and nobody says of which class
 ├── CheckpointError   the checkpoint cannot be read, or does not fit the model class
 ├── ModelError        the model file, its class, or a run of the model on the named inputs fails
+│   └── ArgumentsKnown  arguments of its class are missing, and the weights say them
 ├── ConversionError   the model cannot be written in this format
 ├── ParityError       the artifact does not give what the checkpoint gives; it is not written
 └── PartialExportError  some formats were written, others could not be (exit code 3)
@@ -44,6 +45,18 @@ class CheckpointError(ExportError):
 
 class ModelError(ExportError):
     """The author's model code fails, or cannot take the inputs that were named."""
+
+
+class ArgumentsKnown(ModelError):
+    """The class needs arguments that nobody gave, and the weights say which.
+
+    Attributes:
+        arguments: these.
+    """
+
+    def __init__(self, problem: str, arguments: Mapping[str, object]) -> None:
+        super().__init__(problem)
+        self.arguments = dict(arguments)
 
 
 class ConversionError(ExportError):

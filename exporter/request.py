@@ -125,8 +125,10 @@ def export(
             not be written anew are as they were.
     """
     given = locals()
-    from modelyard.exporter.auto import choose
-    from modelyard.exporter.trip import run
+    if quantize == AUTO:
+        from modelyard.exporter.auto import choose as run
+    else:
+        from modelyard.exporter.trip import run
 
     for each in ("inputs", "formats", "output_names"):
         if isinstance(given[each], str):
@@ -134,7 +136,7 @@ def export(
     for each in ("checkpoint", "output_dir"):
         given[each] = Path(given[each])
     request = ExportRequest(**{**given, "samples": [Path(sample) for sample in samples]})
-    return choose(request) if quantize == AUTO else run(request)
+    return run(request)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from modelyard.archiver.signature import Batching
@@ -21,7 +21,10 @@ from modelyard.exporter.arguments import take_inputs, take_submodule
 from modelyard.exporter.checkpoint import open_model
 from modelyard.exporter.classes import without_class
 from modelyard.exporter.errors import (
+    ArgumentsKnown,
+    ConversionError,
     ExportError,
+    ModelError,
     NoClass,
     PartialExportError,
     UsageError,
@@ -47,7 +50,8 @@ from modelyard.exporter.prove.locate import first_difference
 from modelyard.exporter.prove.parity import ExportReport, Parity, check, publish, sha256
 from modelyard.exporter.prove.reference import Reference, observe
 from modelyard.exporter.refusals import as_onnx, check_request
-from modelyard.exporter.request import STATIC, ExportRequest, command_of, rename_file
+from modelyard.exporter.request import STATIC, ExportRequest, command_of, paste, rename_file
+from modelyard.handlers.proof.probes import Probe, make_inputs
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _LOAD, _RUN, _WRITE, _CHECK = "load {}", "run the checkpoint's model", "write {}", "check {}"
@@ -159,6 +163,9 @@ def _open(request: ExportRequest, checkpoint: Checkpoint, notes: list[str]) -> I
             yield module
     except NoClass as error:
         raise without_class(request, checkpoint, str(error)) from error
+    except ArgumentsKnown as error:
+        arguments = {**(request.model_args or {}), **error.arguments}
+        raise ModelError(f"{error}{paste(replace(request, model_args=arguments))}") from error
 
 
 _STAGES = {
@@ -294,11 +301,19 @@ def _writers(request: ExportRequest, reference: Reference, inputs: Inputs) -> di
     """Return for each format the function that writes it; three of them share one trace."""
     model, signature, example = reference.model, reference.signature, reference.example
 
-    def capture() -> ExportedProgram:
+    def trace(example: tuple[Tensor, ...]) -> tuple[ExportedProgram, Guards]:
         captured = to_exported_program.capture(model, signature, example)
+        sizes = to_exported_program.dynamic_sizes(captured, signature)
+        return captured, Guards(((dim, size) for dim, _, size in sizes), signature)
+
+    def capture() -> ExportedProgram:
+        captured, guards = trace(example)
         if reference.plan.probes:  # values are made up at all
-            sizes = to_exported_program.dynamic_sizes(captured, signature)
-            guards = Guards(((dim, size) for dim, _, size in sizes), signature)
+            if sizes := guards.larger():
+                made = make_inputs(signature, Probe("random", sizes))
+                larger = tuple(new.to(old) for new, old in zip(made, example, strict=True))
+                with suppress(ConversionError):
+                    captured, guards = trace(larger)
             reference.cases.why = guards.broken_at
             reference.cases.add(guards.probes())
             captured._guards_code = []  # each holds at every size of the range, or is tried

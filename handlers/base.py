@@ -586,7 +586,7 @@ class BaseHandler:
             owners: which request each of them belongs to.
         """
         specs = self._row_specs
-        if len(specs) > 1 or any(spec.values for spec in specs):
+        if len(specs) > 1 or any(spec.values or spec.limits for spec in specs):
             for owner, row in zip(owners, rows, strict=True):
                 given = [torch.from_numpy(each) for each in row]
                 self._each(owner, check_stated, specs, given, 1, self.made_by)

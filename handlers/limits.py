@@ -55,6 +55,31 @@ def check_stated(
         if spec.values and (problem := refused_values(spec, tensor, sizes)):
             made = f", as {made_by} makes them" if made_by else ""
             raise BadInput(f'input "{spec.name}" {problem}{made}')
+        if spec.limits and beyond(spec, tensor):
+            raise BadInput(
+                f'input "{spec.name}" holds what this artifact is known to answer otherwise than '
+                f"its checkpoint: {spec.limits}; send other values, or export a format that agrees"
+            )
+
+
+def beyond(spec: TensorSpec, tensor: Tensor) -> bool:
+    """Return whether a tensor holds values for which its spec says that the artifact differs."""
+    limits, wrong = spec.limits, []
+    if limits is None:
+        return False
+    if limits.nan:
+        wrong.append(tensor.isnan())
+    if limits.low is not None:
+        wrong.append(tensor < limits.low)
+    if limits.high is not None:
+        wrong.append(tensor > limits.high)
+    if tensor.ndim and spec.open_value is not None:
+        is_open = tensor == spec.open_value
+        if limits.closed:
+            wrong.append(~is_open.any(dim=-1))
+        if limits.padded:
+            wrong.append(~is_open[..., :1])
+    return any(bool(each.any()) for each in wrong)
 
 
 def refused_values(spec: TensorSpec, tensor: Tensor, sizes: Mapping[str, int]) -> str | None:

@@ -14,7 +14,7 @@ from itertools import product
 from typing import Any
 
 import torch
-from sympy import Integer  # type: ignore[import-untyped]
+from sympy import Eq, Integer  # type: ignore[import-untyped]
 from torch.utils._sympy.printers import PythonPrinter
 
 from modelyard.archiver.signature import Dim, Signature
@@ -66,6 +66,17 @@ class Guards:
                     chosen.append(each)
         return [Probe("random", sizes) for sizes in chosen]
 
+    def larger(self) -> Sizes:
+        """Return the smallest sizes at which what the trace holds for one (window, chunk) is more.
+
+        Nothing where there is no such, or where it is one at some larger sizes again.
+        """
+        for guard, broken in self._guards:
+            above = all(n >= self._usual[name] for sizes in broken for name, n in sizes.items())
+            if above and guard.is_of_one:
+                return self._usual | min(broken, key=lambda sizes: math.prod(sizes.values()))
+        return {}
+
     def broken_at(self, sizes: Mapping[str, int]) -> str:
         """Return the first guard of forward() that does not hold, and its line; empty if all do."""
         broken = (
@@ -88,6 +99,7 @@ class _Guard:
         self._place = _FOLDERS.sub("", place)
         self.is_torchs = place.startswith("(_")  # the files in which it lays tensors out
         self._names = names
+        self.is_of_one = isinstance(expression, Eq) and 1 in expression.args
 
     def __str__(self) -> str:
         names = self._names

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch._decomp import decomposition_table
 from torch._ops import OpOverload
 from torch.export import Dim, ExportedProgram
+from torch.export.exported_program import default_decompositions
+from torch.export.graph_signature import OutputKind
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree
 
@@ -23,6 +25,7 @@ from modelyard.archiver.signature import Dim as DynamicDim
 from modelyard.archiver.signature import Signature
 from modelyard.exporter.arguments import WRAPPED, own_name
 from modelyard.exporter.errors import CheckpointError, ConversionError
+from modelyard.exporter.formats.decompose import IN_LISTED, plain_sizes
 from modelyard.exporter.formats.diagnose import explain, find_place
 from modelyard.handlers.errors import UnsafeProgram
 from modelyard.handlers.judge.grammar import ANY, operator_problem
@@ -96,27 +99,51 @@ def write(program: ExportedProgram, path: Path) -> dict[str, object]:
     try:
         written = program
         if foreign := _foreign(program):
-            written = next((each for each in _decomposed(program) if not _foreign(each)), program)
-        torch.export.save(written, path)
+            written = _decomposed(program)
+            if _foreign(written):
+                written = program
+        torch.export.save(plain_sizes(written), path)
     finally:
         program._example_inputs = example  # the next format may be compiled with them
     return {"trusted_operators": foreign} if foreign and written is program else {}
 
 
 def _foreign(program: ExportedProgram) -> list[str]:
-    called = {str(node.target) for node in _nodes(program) if isinstance(node.target, OpOverload)}
-    return sorted(name for name in called if operator_problem(f"torch.ops.{name}"))
+    return sorted({str(node.target) for node in _nodes(program) if _is_foreign(node.target)})
 
 
-def _decomposed(program: ExportedProgram) -> Iterator[ExportedProgram]:
-    """Yield it without calls that change a tensor in place, and of torch's core operators alone."""
-    tables: tuple[Any, ...] = ({}, None)
-    for table in tables:
-        found: list[ExportedProgram] = []
-        # What an operator decomposes to may fail in any way on unknown sizes.
-        with suppress(Exception), quiet(*_TALKATIVE), any_length():
-            found.append(program.run_decompositions(table))
-        yield from found
+def _is_foreign(called: Any) -> bool:
+    if isinstance(called, OpOverload):
+        return bool(operator_problem(f"torch.ops.{called}"))
+    return str(getattr(called, "__module__", "")).startswith("torch._functorch")  # vmap, grad
+
+
+def _decomposed(program: ExportedProgram) -> ExportedProgram:
+    """Return it without calls that change a tensor in place, nor of operators off the list.
+
+    Those that are listed stay whole, with the speed and the numbers that they have. Where torch or
+    we know no way, it is returned as it is.
+    """
+    standard: Any = default_decompositions()
+    known = {**decomposition_table, **dict(standard.items())}
+    table: Any = {each: way for each, way in known.items() if _is_foreign(each)}
+    table.update(IN_LISTED)
+    # What an operator decomposes to may fail in any way on unknown sizes.
+    with suppress(Exception), quiet(*_TALKATIVE), any_length():
+        decomposed: ExportedProgram = program.run_decompositions(table)
+        _leave_inputs(decomposed)
+        return decomposed
+    return program
+
+
+def _leave_inputs(program: ExportedProgram) -> None:
+    """Do not write results into the inputs: torch does not find all of these when it loads them."""
+    output, specs = program.graph.output_node(), program.graph_signature.output_specs
+    given = [*zip(output.args[0], specs, strict=True)]
+    kept = [pair for pair in given if pair[1].kind is not OutputKind.USER_INPUT_MUTATION]
+    output.args = (tuple(node for node, _ in kept),)
+    specs[:] = [spec for _, spec in kept]
+    program.graph_module.recompile()
 
 
 def _trace(
@@ -296,6 +323,8 @@ def free_names(program: ExportedProgram) -> None:
     taken = frozenset(dir(GraphModule(nn.Module(), Graph())))
 
     def free(name: str) -> str:
+        # So torch calls a part of the model where it reads bytecode.
+        name = re.sub(r"__dict__\['_modules'\]\['(\w+)'\]", r"\1", name)
         first, dot, rest = name.partition(".")
         return f"{first}_{dot}{rest}" if first in taken else name
 

@@ -9,8 +9,10 @@ end at the sizes of the model's embedding tables, at usual numbers, and at the s
 """
 
 import copy
+import inspect
+import operator
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, product
 from typing import Any
@@ -23,7 +25,7 @@ from modelyard.archiver.values import End, Values
 from modelyard.exporter.arguments import flatten, needed_arguments, read_inputs, take_inputs
 from modelyard.exporter.errors import ModelError, cause
 from modelyard.handlers.proof.agree import split
-from modelyard.handlers.proof.probes import Probe, example_sizes, is_mask, make_inputs
+from modelyard.handlers.proof.probes import Probe, example_sizes, make_inputs
 
 SIZES = (224, 32, 28, 64, 8, 16, 96, 128, 256, 299, 384, 512)
 """Usual sizes of a picture, the likeliest first."""
@@ -42,12 +44,16 @@ _DIMS: Mapping[type[Any], Callable[[Any], Sequence[str]]] = {
     nn.BatchNorm1d: lambda layer: ["batch", str(layer.num_features)],
     nn.BatchNorm2d: lambda layer: ["batch", str(layer.num_features), *_PLACES[1:]],
     nn.BatchNorm3d: lambda layer: ["batch", str(layer.num_features), *_PLACES],
-    nn.RNNBase: lambda layer: [
-        *(("batch", "length") if layer.batch_first else ("length", "batch")),
-        str(layer.input_size),
-    ],
+    nn.LayerNorm: lambda layer: ["batch", *map(str, layer.normalized_shape)],
+    nn.MultiheadAttention: lambda layer: _sequence(layer, layer.embed_dim),
+    nn.TransformerEncoderLayer: lambda layer: _sequence(layer.self_attn, layer.linear1.in_features),
+    nn.TransformerEncoder: lambda layer: _dims(layer.layers[0]),
+    nn.RNNBase: lambda layer: _sequence(layer, layer.input_size),
 }
 """Layer → the dims of what it takes; named ones but `batch` are of any size."""
+_VOLUMES = (16, 32, 64, 8)
+"""Usual sizes of a volume, whose cost grows with the third power."""
+_SPANS = ("length=2..32", "length=8..32", "length=32..64")
 _RESHAPES = frozenset(("flatten", "view", "reshape"))
 # The first integers above a range: a vocabulary, bytes; and what nearly every model takes.
 _USUAL = (1000, 256, 100)
@@ -84,26 +90,31 @@ class Taken:
 def guess_inputs(model: nn.Module) -> tuple[str, ...]:
     """Return an input for each argument that forward() needs; SIZES where nothing tells them."""
     taken = first_layers(model)
-    return tuple(f"{name}:{_shown(taken.get(name))}" for name in needed_arguments(model))
+    return tuple(f"{name}:{_shown(taken.get(name))}" for name in _leaves(model))
 
 
 def find_inputs(model: nn.Module) -> TriedInputs | None:
     """Return inputs that a model in eval mode on the CPU runs with; None where none was found."""
     taken = first_layers(model)
-    names = needed_arguments(model)
-    tried = product(*(_candidates(name, taken.get(name), _ALL_SIZES) for name in names))
-    usual = list(
-        islice(product(*(_candidates(name, taken.get(name), SIZES) for name in names)), _MOST_TRIED)
+    names = _leaves(model)
+    tried, usual = (
+        list(islice(product(*(_candidates(model, name, taken, sizes) for name in names)), count))
+        for sizes, count in ((_ALL_SIZES, 2 * _MOST_TRIED), (SIZES, _MOST_TRIED))
     )
     empty = copy.deepcopy(model).to("meta")
-    first = next((each for each in islice(tried, _MOST_TRIED) if runs(empty, each)), None)
+    first = next((each for each in tried if runs(empty, each) and runs(model, each)), None)
     if first is None:  # of a forward() that looks at values, say
         empty, first = model, next((each for each in usual if runs(model, each)), None)
-    if first is None or not runs(model, first):
+    if first is None:
         return None
     is_told = not any(each.is_reshaped for each in taken.values())
+    is_told &= all(name in taken or "mask" in name for name in names)
     # Another reading of a layer is not another size: a Linear takes rows of rows, too.
-    others = [each for each in usual if each != first and _sizeless(each) == _sizeless(first)]
+    others = [
+        each
+        for each in usual
+        if _sizeless(each) == _sizeless(first) and _spanless(each) != _spanless(first)
+    ]
     return TriedInputs(first, is_told and not any(runs(empty, each) for each in others))
 
 
@@ -120,21 +131,59 @@ def _sizeless(texts: Sequence[str]) -> list[str]:
     return [re.sub(r"\d+", "", text) for text in texts]
 
 
+def _spanless(texts: Sequence[str]) -> list[str]:
+    return [re.sub(r"=\d+\.\.\d+", "", text) for text in texts]
+
+
 def first_layers(model: nn.Module) -> dict[str, Taken]:
-    """Return what takes each argument of forward() first, as far as can be seen."""
+    """Return what takes each tensor of forward()'s arguments first, as far as can be seen."""
     names = needed_arguments(model)
     if _dims(model):
         return {names[0]: Taken(model, is_reshaped=False)}
-    try:
-        graph = fx.symbolic_trace(model).graph
-    # Of a forward() that branches, say; then the first argument goes into the first layer.
-    except Exception:
+    graph = _traced(model)
+    if graph is None:  # then the first argument goes into the first layer
         layer = next((part for part in model.modules() if _dims(part)), None)
         return {names[0]: Taken(layer, is_reshaped=False)} if layer is not None else {}
     parts = dict(model.named_modules())
-    nodes = {str(node.target): node for node in graph.nodes if node.op == "placeholder"}
-    reached = {name: _reached(nodes[name], parts) for name in names if name in nodes}
+    nodes = {name: node for argument in names for name, node in _inside(model, graph, argument)}
+    reached = {name: _reached(node, parts) for name, node in nodes.items()}
     return {name: taken for name, taken in reached.items() if taken is not None}
+
+
+def _traced(model: nn.Module) -> fx.Graph | None:
+    try:
+        return fx.symbolic_trace(model).graph
+    # Of a forward() that branches, say.
+    except Exception:
+        return None
+
+
+def _leaves(model: nn.Module) -> list[str]:
+    """Return the tensors that forward() needs: its arguments, or the parts of lists and dicts."""
+    graph, names = _traced(model), needed_arguments(model)
+    if graph is None:
+        return names
+    return [
+        leaf for name in names for leaf in dict(_inside(model, graph, name)) or (name,)
+    ]  # fmt: skip
+
+
+def _inside(model: nn.Module, graph: fx.Graph, name: str) -> Iterator[tuple[str, fx.Node]]:
+    """Yield an argument, or what forward() takes out of it by a key, with the nodes of a trace."""
+    node = next((n for n in graph.nodes if n.op == "placeholder" and n.target == name), None)
+    if node is None:
+        return
+    keys = [user.args[1] for user in node.users if user.target is operator.getitem]
+    text = str(inspect.signature(model.forward).parameters[name].annotation).lower()
+    is_list = text.startswith(("list", "tuple", "typing.list", "typing.tuple", "collections.abc"))
+    if keys and len(keys) == len(node.users) and (
+        all(isinstance(key, str) for key in keys)
+        or (is_list and all(type(key) is int and key >= 0 for key in keys))
+    ):  # fmt: skip
+        for user, key in zip(node.users, keys, strict=True):
+            yield f"{name}.{key}", user
+    else:
+        yield name, node
 
 
 def _reached(node: fx.Node, parts: Mapping[str, nn.Module]) -> Taken | None:
@@ -146,12 +195,22 @@ def _reached(node: fx.Node, parts: Mapping[str, nn.Module]) -> Taken | None:
         layer = parts[str(user.target)] if user.op == "call_module" else None
         if layer is not None and _dims(layer):
             return Taken(layer, is_reshaped)
-        if len(user.all_input_nodes) == 1:
+        if len(user.all_input_nodes) == 1 or _is_reshaped(user, seen | {node}):
             name = getattr(user.target, "__name__", str(user.target))
             is_reshaped |= isinstance(layer, nn.Flatten) or name in _RESHAPES
             waiting += [(each, is_reshaped) for each in user.users if each not in seen]
             seen.update(user.users)
     return None
+
+
+def _is_reshaped(user: fx.Node, seen: Collection[fx.Node]) -> bool:
+    """Return whether a node is a view of a value that is followed, of sizes that it has."""
+    name = getattr(user.target, "__name__", str(user.target))
+    return name in _RESHAPES and all(each in seen for each in user.all_input_nodes[:1])
+
+
+def _sequence(layer: Any, features: int) -> Sequence[str]:
+    return [*(("batch", "length") if layer.batch_first else ("length", "batch")), str(features)]
 
 
 def _dims(layer: nn.Module) -> Sequence[str]:
@@ -167,28 +226,67 @@ def _shown(taken: Taken | None) -> str:
     return f"{dtype}[{','.join(_dims(taken.layer))}]"
 
 
-def _candidates(name: str, taken: Taken | None, sizes: Sequence[int]) -> Iterator[str]:
-    """Write what an argument may be, the likeliest first; nothing where no layer says it."""
+def _candidates(
+    model: nn.Module, name: str, layers: Mapping[str, Taken], sizes: Sequence[int]
+) -> Iterator[str]:
+    """Write what an argument may be, the likeliest first."""
+    taken = layers.get(name)
     if taken is None:
-        if "mask" in name:
-            for dtype in ("int64", "bool", "float32"):
-                yield f"{name}:{dtype}[batch,length=2..32]"
+        yield from _of_unknown(model, name)
         return
     layer, dims = taken.layer, _dims(taken.layer)
+    rows = f"{name}:float32[{','.join(dims)}]"
     if isinstance(layer, _TOKENS):
-        yield f"{name}:int64[batch,length=2..32]<{layer.num_embeddings}"
+        for span in _SPANS:
+            yield f"{name}:int64[batch,{span}]<{layer.num_embeddings}"
         yield f"{name}:int64[batch]<{layer.num_embeddings}"
+        tables = _table_sizes(model)  # a column for each, say
+        yield f"{name}:int64[batch,{_tables(model)}]<{tables[-1]}"
     elif isinstance(layer, nn.BatchNorm1d):
-        yield f"{name}:float32[{','.join(dims)}]"
-        yield f"{name}:float32[{','.join(dims)},length=2..32]"
-    elif isinstance(layer, nn.Linear):
-        yield f"{name}:float32[{','.join(dims)}]"
-        yield f"{name}:float32[batch,length=2..32,{dims[-1]}]"
-    elif isinstance(layer, nn.RNNBase):
-        yield f"{name}:float32[{','.join(dims)}]".replace("length", "length=2..32")
+        yield rows
+        yield rows.replace("]", ",length=2..32]")
+    elif isinstance(layer, nn.Linear | nn.LayerNorm):
+        if len(_leaves(model)) == 1 or isinstance(layer, nn.Linear):
+            yield rows
+        for length in (*_SPANS[:1], *_lengths(model)):
+            yield rows.replace("[batch,", f"[batch,{length},")
+        yield rows
+    elif "length" in dims and not isinstance(layer, nn.Conv1d):
+        yield rows.replace("length", _SPANS[0])
+        yield from (rows.replace("length", str(length)) for length in _lengths(model))
     else:
+        if isinstance(layer, nn.Conv3d):
+            sizes = _VOLUMES
         for size in LENGTHS if dims[-1] == "length" else sizes:
             yield f"{name}:float32[{','.join([*dims[:2], *[str(size)] * len(dims[2:])])}]"
+        if dims[1] == "1":  # forward() may add the channel
+            for size in LENGTHS if dims[-1] == "length" else SIZES:
+                yield f"{name}:float32[{','.join(['batch', *[str(size)] * len(dims[2:])])}]"
+
+
+def _of_unknown(model: nn.Module, name: str) -> Iterator[str]:
+    """Write what an argument may be that no layer takes alone: a mask, edges, features."""
+    if "mask" in name:
+        yield from (f"{name}:{dtype}[batch,length=2..32]" for dtype in ("int64", "bool", "float32"))
+    if "edge" in name or "adj" in name:
+        yield f"{name}:int64[2,edges=2..32]<batch"
+    # What a layer takes beside the vectors of the tables, or with those of one of them.
+    layers = [part for part in model.modules() if isinstance(part, nn.Linear)]
+    vectors = [part.embedding_dim for part in model.modules() if isinstance(part, nn.Embedding)]
+    widths = [layer.in_features - taken for layer in layers for taken in (sum(vectors), 0)]
+    yield from dict.fromkeys(f"{name}:float32[batch,{width}]" for width in widths if width > 0)
+    yield f"{name}:float32[batch]"
+
+
+def _lengths(model: nn.Module) -> list[str]:
+    """Return lengths that a table of places may fix: the sizes of parameters outside of layers."""
+    tables = [each for part in model.modules() if not _dims(part)
+              for each in part.parameters(recurse=False)]  # fmt: skip
+    return list(dict.fromkeys(str(size) for table in tables for size in table.shape if size > 1))
+
+
+def _tables(model: nn.Module) -> int:
+    return sum(isinstance(part, nn.Embedding) for part in model.modules())
 
 
 def runs(model: nn.Module, texts: Sequence[str]) -> bool:
@@ -224,8 +322,9 @@ def find_values(model: nn.Module, signature: Signature) -> dict[str, Values]:
     Raises:
         ModelError: every range fails for one input; says which were tried, and what to write.
     """
-    found = {spec.name: _below(2) for spec in signature.inputs if _is_open(spec) and is_mask(spec)}
-    unknown = [spec for spec in signature.inputs if _is_open(spec) and not is_mask(spec)]
+    unstated = [spec for spec in signature.inputs if _is_open(spec)]
+    found = {spec.name: _below(2) for spec in unstated if spec.open_value is not None}
+    unknown = [spec for spec in unstated if spec.open_value is None]
     if not unknown:
         return found
     for number in (0, 1):
@@ -251,7 +350,7 @@ def find_values(model: nn.Module, signature: Signature) -> dict[str, Values]:
 def advice(signature: Signature) -> str:
     """Return what to write about integers of which nobody said which they are; empty for none."""
     for spec in signature.inputs:
-        if _is_open(spec) and not is_mask(spec):
+        if _is_open(spec) and spec.open_value is None:
             return f", or the integers it takes, as in {_example(spec, signature)}"
     return ""
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from modelyard.archiver.signature import Dim, Signature
 from modelyard.exporter.errors import ParityError
 from modelyard.exporter.prove.checker import Checker
+from modelyard.exporter.prove.limits import Unusual, find_limits, with_limits
 from modelyard.exporter.prove.loss import MAX_LOSS, Loss, LossLearner
 from modelyard.exporter.prove.reference import Case, Cases, Reference
 from modelyard.exporter.request import report_path
@@ -92,6 +93,8 @@ class Parity:
     """What was tried: sizes of the other dims, bounds of integers, samples, arithmetic."""
     scales: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Output → what its numbers are measured by."""
+    unusual: Unusual = field(default_factory=Unusual)
+    """What it does on values that nobody promised."""
 
     losses: Mapping[str, Loss] = field(default_factory=dict)
     """Output → what a lower precision loses of it."""
@@ -123,6 +126,7 @@ class Parity:
         verdict = {"verdict": "agrees"}
         stated = ("rule", "compared_with", "tolerance", "cases", "batches")
         found = {**verdict, **{name: getattr(self, name) for name in stated}, **self.scope}
+        found["unusual"] = self.unusual.to_json()
         if self.ill_conditioned:
             cases = [asdict(case) for case in self.ill_conditioned]
             found["ill_conditioned"] = {"rule": ILL_CONDITIONED_RULE, "cases": cases}
@@ -175,7 +179,7 @@ class ExportReport:
             "artifact": self.artifact.name,
             "artifact_sha256": self.artifact_sha256,
             "artifact_bytes": self.artifact_bytes,
-            "signature": self.signature.to_json(),
+            "signature": with_limits(self.signature, self.parity.unusual.limits).to_json(),
             "parity": self.parity.to_json(),
             "checkpoint": {
                 "file": self.checkpoint,
@@ -269,8 +273,12 @@ def check(
     }
     by_case: list[list[dict[str, Any]]] = []
     losses = _Losses(reference) if is_quantized or reference.is_lowered else None
-    try:
+
+    def open_artifact() -> None:
         checker.open(artifact, format, device, trusted)
+
+    try:
+        open_artifact()
         for _ in probes:
             by_case.append(_measure(checker, reference, rules, len(by_case), losses))
     except ParityError as error:
@@ -313,6 +321,7 @@ def check(
             name: scale.to_json()
             for name, scale in zip(rules, reference.cases.scales.of(), strict=True)
         },
+        unusual=find_limits(checker, open_artifact, reference, list(rules.values())),
         losses=losses.all() if losses else {},
         losses_on=losses.on if losses else "",
     )

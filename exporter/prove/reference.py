@@ -39,7 +39,9 @@ from modelyard.handlers.models.backends import dtype_name, torch_dtype, type_nam
 from modelyard.handlers.proof.agree import (
     ORDINARY_KINDS,
     OutputScales,
+    compare,
     full_precision,
+    rule_for,
     split,
 )
 from modelyard.handlers.proof.bounds import Bounds
@@ -149,6 +151,10 @@ class Cases:
     def __getitem__(self, place: int) -> Case:
         probe, inputs = self.probes[place], self._inputs[place]()
         return Case(probe, inputs, self._kept.outputs(self._names[place], probe, inputs))
+
+    def outputs(self, case: str, probe: Probe, inputs: Tensors) -> Tensors:
+        """Return what the checkpoint gives for another case; equal texts are the same case."""
+        return self._kept.outputs(case, probe, inputs)
 
     def sensitivity(self, place: int) -> list[float]:
         """Return per output how far it moves when the model's sums are rounded otherwise."""
@@ -262,7 +268,8 @@ def observe(
         named, output = chosen_outputs.names, pick(output, chosen_outputs.keys)
         watched = watch(original, raised(example, dtype is not None))
         again = flatten(_call(original, *call))
-        _check_repeats(named, flatten(output), again, _unsteady(watched, example_probe.sizes))
+        unsteady = _unsteady(watched, example_probe.sizes)
+        moves = _check_repeats(named, flatten(output), again, unsteady)
         lowered = _lower(original, dtype)
         if lowered is not original:
             output = _call(lowered, signature, example_probe, example)
@@ -308,6 +315,7 @@ def observe(
         probabilities=probabilities,
         warnings=(
             *chosen_outputs.notes,
+            *moves,
             *watched.warnings(),
             *_plain_tensor_warnings(original),
             *([_only_samples(cases.probes)] if sample_only else []),
@@ -460,8 +468,13 @@ def _check_repeats(
     first: Mapping[str, Tensor],
     second: Mapping[str, Tensor],
     unsteady: str,
-) -> None:
-    """Refuse a model that gives two answers to one input: there is nothing to agree with."""
+) -> list[str]:
+    """Refuse a model that gives two answers to one input: there is nothing to agree with.
+
+    Returns:
+        which outputs move, by less than an artifact may be apart.
+    """
+    moves = []
     differ = "in the next on one input; expected the same: " + unsteady
     if len(first) != len(second):
         seen = f"the model gives {len(first)} outputs in one run and {len(second)}"
@@ -470,14 +483,18 @@ def _check_repeats(
         if one.shape != two.shape or one.dtype != two.dtype:
             seen = f'output "{name}" is {type_name(one)} in one run and {type_name(two)}'
             raise ModelError(f"{seen} {differ}")
-        # CUDA may add in another order each time; a CPU with a fixed number of threads does not.
-        allowed = 1e-5 if one.is_cuda else 0.0
-        if not torch.allclose(one, two, rtol=0.0, atol=allowed, equal_nan=True):
-            apart = (one.double() - two.double()).abs().max().item()
+        found = compare(one.cpu(), two.cpu())
+        if found["scaled"] > rule_for(dtype_name(one.dtype)).tolerance:
             raise ModelError(
-                f'output "{name}" differs by {apart:.1e} between two runs on one input; expected '
-                f"the same values: {unsteady}"
+                f'output "{name}" differs by {found["max_abs"]:.1e} between two runs on one input; '
+                f"expected the same values: {unsteady}"
             )
+        if found["max_abs"]:
+            moves.append(
+                f'output "{name}" moves by {found["max_abs"]:.1e} between two runs on one input, '
+                "which is within the tolerance"
+            )
+    return moves
 
 
 def _unsteady(watched: Watched, sizes: Mapping[str, int]) -> str:
@@ -497,6 +514,10 @@ def _unsteady(watched: Watched, sizes: Mapping[str, int]) -> str:
             f"instead, noise for example, and add --input 'noise:{drawn.dtype}[{dims}]', so that "
             "who calls the artifact draws them, from a seed of their own"
         )
+    for (what, place), name in watched.outside.reads.items():
+        return f"forward() reads {what}{place} ({name}); take that as an input"
+    for each in watched.outside.kept:
+        return f"forward() changes {each} in every call; take it as an input and give it back"
     return (
         "remove what is random in forward() (dropout with training=True, torch.rand) or what it "
         "remembers from call to call"

@@ -89,7 +89,7 @@ class Rows:
     batches: Callable[[int, int], Tensors] | None
     """Size and number → a batch of ordinary rows; None where the samples have too few."""
     scales: Sequence[Scale]
-    """By which each output is measured."""
+    """Scale of each output."""
     gflop: float
     """Arithmetic of one row."""
     sensitivity: Callable[[], list[float]]

@@ -5,6 +5,7 @@ batch-norm on the statistics of its batch, and work done under `torch.no_grad()`
 """
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from modelyard.base.scale import Scale
 from modelyard.exporter.arguments import own_name
+from modelyard.exporter.prove.outside import Outside, watch_outside
 from modelyard.handlers.proof.agree import compare
 
 _OURS = str(Path(__file__).parents[1])
@@ -55,6 +57,8 @@ class Watched:
     """torch.autograd.Function of the author's → place of its call."""
     precisions: set[torch.dtype] = field(default_factory=set)
     """The floating-point dtypes of what operators gave."""
+    outside: Outside = field(default_factory=Outside)
+    """What it read from outside, and kept from call to call."""
 
     def warnings(self) -> list[str]:
         """Return in a sentence each what the author may want to change."""
@@ -73,14 +77,14 @@ class Watched:
             "forward(), and explanations take their gradients"
             for name, place in self.custom.items()
         ]
-        return lines
+        return [*lines, *self.outside.warnings()]
 
 
 def watch(model: nn.Module, inputs: Sequence[Tensor]) -> Watched:
     """Run the model once and note what it does; a failure ends the watching, without an error.
 
     Args:
-        model: a model in eval mode.
+        model: a model in eval mode, which has run before.
         inputs: not changed.
     """
     seen = Watched()
@@ -90,8 +94,11 @@ def watch(model: nn.Module, inputs: Sequence[Tensor]) -> Watched:
         for tensor in inputs
     ]
     try:
-        with torch.enable_grad(), EachOperator(_watching(seen)):
-            model(*given)
+        outside = watch_outside(model, seen.outside)
+        with warnings.catch_warnings(), torch.enable_grad(), outside:
+            warnings.simplefilter("ignore")  # the run before this one gave them
+            with EachOperator(_watching(seen)):
+                model(*given)
     # Gradients are not promised yet: a model may fail in any way where it now asks for them.
     except Exception:
         seen.precisions.clear()
@@ -176,10 +183,10 @@ def _watching(seen: Watched) -> Callable[..., Any]:
             # The author's torch.no_grad(), or the autograd.Function whose forward() sets it.
             functions = _functions()
             frame = next((each for each in _frames() if each.f_code in functions), None)
-            if frame is None:
-                seen.cut.append(_author_place())
-            else:
+            if frame is not None:
                 seen.custom.setdefault(functions[frame.f_code], _author_place(frame))
+            elif not seen.outside.has_gradients:  # else an operator turned them off inside itself
+                seen.cut.append(_author_place())
         result = func(*args, **given)
         seen.precisions |= {
             each.dtype for each in tree_leaves(result)

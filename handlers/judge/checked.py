@@ -96,10 +96,17 @@ def checked_embedding_bag(
     return _BAG(weight, indices.contiguous(), offsets.contiguous(), False, mode, False, None)
 
 
+def checked_assert(condition: Tensor, message: str) -> None:
+    """Run aten._assert_async.msg where it fails: on a GPU it would end the whole process's work."""
+    if not bool(condition):
+        raise ValueError(message)
+
+
 _BAG = torch.ops.aten.embedding_bag.default
 CHECKED: Mapping[Any, Callable[..., Any]] = {
     **{getattr(torch.ops.aten, name).input: checked(name) for name in _GATES},
     torch.ops.aten.embedding_bag.padding_idx: checked_embedding_bag,
+    torch.ops.aten._assert_async.msg: checked_assert,
 }
 
 

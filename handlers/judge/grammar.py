@@ -62,7 +62,7 @@ _CALL = re.compile(
     "|ModularIndexing|Where|Eq|Ne|Equality|Unequality|GreaterThan|LessThan|StrictGreaterThan"
     "|StrictLessThan|And|Or|Not|Piecewise|ExprCondPair|Identity|ToFloat|TruncToInt|TruncToFloat"
     "|CeilToInt|FloorToInt|RoundToInt|RoundDecimal|IntTrueDiv|FloatTrueDiv|PowByNatural|FloatPow"
-    "|LShift|RShift|floor|ceiling|IsNonOverlappingAndDenseIndicator"
+    "|LShift|RShift|floor|ceiling|Abs|IsNonOverlappingAndDenseIndicator"
 )
 _VALUES = {"oo", "int_oo", "nan", "true", "false"}
 _ASSUMPTIONS = {"positive", "negative", "nonnegative", "nonzero", "integer", "real", "precision"}
@@ -70,7 +70,7 @@ _POWERS = {"Pow", "PowByNatural", "FloatPow", "LShift", "RShift"}
 _GUARD_CALLS = {"max", "min", "abs", "int", "float", "round", "cast_symbool_to_symint_guardless"}
 _MODULE_CALLS = {
     "math": {"ceil", "floor", "trunc", "sqrt"},
-    "torch": {"sym_max", "sym_min"},  # torch 2.14; before it they were `max` and `min`
+    "torch": {"sym_float", "sym_max", "sym_min"},  # torch 2.14; before it they were `max` and `min`
 }
 _TENSOR_CALLS = {"size", "stride", "storage_offset", "numel", "dim"}
 _ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod)

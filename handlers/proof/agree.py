@@ -33,7 +33,7 @@ from torch import Tensor
 from modelyard.archiver.report import TOLERANCES, Parity, joint_tolerance
 from modelyard.base.scale import ROUNDING, Numbers, Scale, ScaleLearner, one_place, over
 from modelyard.handlers.models.backends import Artifact
-from modelyard.handlers.proof.probes import UNUSUAL_KINDS, Probe
+from modelyard.handlers.proof.probes import USUAL_KINDS, Probe
 
 MIN_TOP1_AGREEMENT = 0.99
 # Values that are compared at a time: some ten copies of them in float64 are made.
@@ -214,7 +214,7 @@ class OutputScales:
 
     def see(self, kind: str, outputs: Sequence[Tensor]) -> None:
         """Learn from the outputs of one case."""
-        teaches = (kind,) if kind in UNUSUAL_KINDS else ("usual",)
+        teaches = ("usual",) if kind in USUAL_KINDS else (kind,)
         for name in (*teaches, "ordinary") if kind in ORDINARY_KINDS else teaches:
             learners = self._learners.setdefault(name, [])
             learners += [ScaleLearner() for _ in outputs[len(learners) :]]
@@ -227,9 +227,9 @@ class OutputScales:
         usual = self._learners.get("usual", [])
         own = self._learners.get("ordinary" if kind in ORDINARY_KINDS else kind, usual)
         return [
-            one.scale().wider(other.scale())
-            if kind in UNUSUAL_KINDS
-            else (other if other.is_enough else one).scale()
+            (other if other.is_enough else one).scale()
+            if kind in USUAL_KINDS
+            else one.scale().wider(other.scale())
             for one, other in zip(usual, own, strict=True)
         ]
 

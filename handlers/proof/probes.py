@@ -23,13 +23,11 @@ from modelyard.archiver.values import End, Values
 from modelyard.handlers.models.backends import torch_dtype
 
 KINDS = ("random", "zeros", "large", "tiny", "negative")
-UNUSUAL_KINDS = ("large",)
-"""Kinds whose outputs may be so large that nothing can be learnt from them for other inputs."""
+USUAL_KINDS = ("random", "sample", "zeros", "tiny", "negative")
+"""Kinds whose outputs teach something for other inputs: those of others may be far larger."""
 LARGE = 4.0
 # Up to here every size is tried; a wider range is tried at its start, at doublings and at its end.
 ALL_SIZES_UP_TO = 32
-# What lets a position through, by what the name holds; torch's padding masks say what to leave out.
-_OPEN = {"padding_mask": 0, "mask": 1}
 _FLAGS = Values(End(0), End(1))
 
 
@@ -73,11 +71,6 @@ def example_sizes(signature: Signature) -> dict[str, int]:
     return chosen
 
 
-def is_mask(spec: TensorSpec) -> bool:
-    """Return whether an input is a mask, by its name: nothing else tells it from token numbers."""
-    return "mask" in spec.name and not spec.is_float
-
-
 def make_inputs(signature: Signature, probe: Probe, *, seed: int = 0) -> tuple[Tensor, ...]:
     """Make one tensor per input on the CPU; equal arguments give equal values.
 
@@ -109,10 +102,11 @@ def _values(
         values = values.sort(dim=-1, descending=stated.order == "falling").values
     if stated.order == "rising" and values.numel():
         values[..., 0] = low
-    if is_mask(spec):
-        let_through = next(value for part, value in _OPEN.items() if part in spec.name)
-        if let_through in stated.among or (not stated.among and low <= let_through <= high):
-            values[..., 0] = let_through
+    let_through = spec.open_value
+    if let_through in stated.among or (
+        let_through is not None and not stated.among and low <= let_through <= high
+    ):
+        values[..., 0] = let_through
     return values
 
 

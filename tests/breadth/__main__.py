@@ -9,6 +9,7 @@ worker died.
 """
 
 import argparse
+import contextlib
 import ctypes
 import importlib
 import json
@@ -31,7 +32,7 @@ import torch
 from modelyard.archiver.signature import Dim, Signature, parse_inputs, parse_signature
 from modelyard.archiver.values import End, Values
 from tests.breadth import bare as bare_calls
-from tests.breadth import new
+from tests.breadth import new, weights
 from tests.breadth.report import print_summary, write_table
 from tests.breadth.table import CASES, FILES, HERE, Case, build
 from tests.serve.live import LiveServer, running
@@ -320,7 +321,16 @@ def end_with_parent() -> None:
 def made(case: Case) -> torch.nn.Module:
     """Build a case's model: each time with the same weights."""
     torch.manual_seed(1)
-    return build(case)
+    model: torch.nn.Module = build(case)
+    signature = signature_of(case)
+    sizes = bare_calls.choose_sizes(signature)[0]
+    inputs = bare_calls.make_inputs(
+        signature, sizes | dict.fromkeys(sizes.keys() & {"batch"}, 16), 7
+    )
+    was_training, bare = model.training, bare_of(case, model.eval())
+    with contextlib.suppress(Exception):  # of a network that does not take as many rows
+        weights.draw_anew(model, lambda: bare(inputs))
+    return model.train(was_training)
 
 
 def loaded(case: Case, folder: Path) -> torch.nn.Module:

@@ -60,7 +60,12 @@ class Bare:
         self.names = [spec.name for spec in signature.inputs]
 
     def arguments(self, inputs: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of a call."""
+        """Return the arguments of a call; complex ones are made of their real views."""
+        specs = zip(inputs, self.signature.inputs, strict=True)
+        inputs = [
+            torch.view_as_complex(each) if spec.view and isinstance(each, Tensor) else each
+            for each, spec in specs
+        ]
         if not self.by_name:
             return tuple(inputs), dict(self.constants)
         return (), {**dict(zip(self.names, inputs, strict=True)), **self.constants}
@@ -129,9 +134,9 @@ def difference(
         return f"{len(found)} outputs, not {len(expected)}"
     limits = limits or [_limit([one]) for one in expected]
     for one, other, limit in zip(expected, found, limits, strict=True):
+        one, other = _numbers(one), _numbers(other)
         if one.shape != other.shape:
             return f"shape {list(other.shape)}, not {list(one.shape)}"
-        one, other = _numbers(one), _numbers(other)
         if not torch.allclose(one, other, rtol=0, atol=limit, equal_nan=True):
             return f"by {float((one - other).abs().max()):.1e}, where {limit:.1e} is allowed"
     return ""
@@ -192,12 +197,13 @@ def _script(bare: Bare, example: Values, shapes: Any, folder: Path) -> Run:
 def _trace(bare: Bare, example: Values, shapes: Any, folder: Path) -> Run:
     args, kwargs = bare.arguments(example)
     by = {"example_kwarg_inputs": kwargs} if kwargs else {"example_inputs": args}
-    return bare.of(_saved(torch.jit.trace(bare.model, **by, strict=False), folder))
+    traced = torch.jit.trace(bare.model, **by, strict=False)  # type: ignore[no-untyped-call]
+    return bare.of(_saved(traced, folder))
 
 
 def _saved(program: Any, folder: Path) -> Any:
     torch.jit.save(program, folder / "bare.ts")
-    return torch.jit.load(folder / "bare.ts")
+    return torch.jit.load(folder / "bare.ts")  # type: ignore[no-untyped-call]
 
 
 def _onnx(bare: Bare, example: Values, shapes: Any, folder: Path) -> Run:

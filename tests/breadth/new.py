@@ -48,7 +48,7 @@ ROWS = Path(__file__).parent / "new"
 KINDS = {"pt2": ("pt2", "pt2 dynamic"), "onnx": ("onnx", "onnx dynamic")}
 KINDS["torchscript"] = ("script", "trace")
 MOST, MOST_FOUND, MOST_PARAMETERS = 20, 300, 12_000_000
-STEP_S, SEARCH_S, MEMORY = 60, 4, 12 << 30
+STEP_S, SEARCH_S, MEMORY = 60, 2, 12 << 30
 """Of the processor, so that a busy machine changes nothing; of the clock, five times as much."""
 
 Row = dict[str, Any]
@@ -63,12 +63,13 @@ _NUMBERS = (  # of a name, the likeliest value first
     ("vocab|token|num_emb|n_words|ntoken", 100),
     ("im(g|age)_?size|resolution|height|width$|spatial", 32, 64, 224),
     ("times|samples", 512, 256, 1000),
+    ("sfreq|sample_rate|sampling", 128),
     ("len|time|seq|steps|sample|horizon|nodes", 32, 16, 100),
     ("dilation|padding", 1),
     ("", 16, 64, 3, 8),
 )
 _FRACTIONS = "prob|drop|rate|^p$|eps|alpha|beta|gamma|lambda|sigma|temp|tau|slope|momentum"
-_COUNTS = "^(n|num|in|out)_|dim|channel|size|classes|features"
+_COUNTS = "^(n|num|in|out)_|sfreq|dim|channel|size|classes|features"
 _OBJECTS = (
     ("bool|^(is|use|with|has)_|bias", "False"),
     ("dropouts", "[0.5, 0.5]"),
@@ -190,8 +191,8 @@ def _below(top: str) -> list[str]:
 def _named(cls: type, found: dict[str, type[nn.Module]]) -> list[str]:
     """Return the classes of its own file that a class builds in its constructor."""
     try:
-        used = set(inspect.getclosurevars(cls.__init__).globals.values())
-    except (TypeError, ValueError):
+        used = set(inspect.getclosurevars(vars(cls)["__init__"]).globals.values())
+    except (KeyError, TypeError, ValueError):
         return []
     return [name for name, each in found.items() if each in used and each is not cls]
 
@@ -200,10 +201,11 @@ def one(cls: type[nn.Module], known: Row, again: bool) -> Row:
     """Return the row of a class, each of its steps a fork with limits."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        row = {key: known[key] for key in ("call", "inputs", "parameters") if key in known}
+        kept: tuple[str, ...] = ("call", "inputs", "parameters")
+        row: Row = {key: known[key] for key in kept if key in known}
         if not row.get("inputs"):
-            row = limited(lambda: search(cls), folder)
-            row.pop("cpu_s", None), row.pop("peak_mb", None)
+            row = limited(lambda: search(cls), folder, 3 * SEARCH_S)
+            row = {key: each for key, each in row.items() if key not in ("cpu_s", "peak_mb")}
         if not row.get("inputs"):
             return row
         (folder / "net.py").write_text(factory(cls, row["call"]), encoding="utf-8")
@@ -229,7 +231,7 @@ def one(cls: type[nn.Module], known: Row, again: bool) -> Row:
         return row | {"cpu_s": cpu, "peak_mb": peak}
 
 
-def limited(step: Callable[[], Row], folder: Path) -> Row:
+def limited(step: Callable[[], Row], folder: Path, seconds: int = STEP_S) -> Row:
     """Run a step in a fork, in a process group of its own, and end that at its limits."""
     answer = folder / "answer.json"
     answer.unlink(missing_ok=True)
@@ -237,7 +239,7 @@ def limited(step: Callable[[], Row], folder: Path) -> Row:
     def run() -> None:
         os.setsid()
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-        resource.setrlimit(resource.RLIMIT_CPU, (STEP_S, STEP_S))
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
         with (folder / "log").open("w", encoding="utf-8") as log:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
@@ -252,14 +254,14 @@ def limited(step: Callable[[], Row], folder: Path) -> Row:
 
     process = multiprocessing.get_context("fork").Process(target=run)
     process.start()
-    process.join(5 * STEP_S)
+    process.join(5 * seconds)
     if process.is_alive():
         os.killpg(process.pid or 0, signal.SIGKILL)
         process.join()
     if answer.exists():
         found: Row = json.loads(answer.read_text(encoding="utf-8"))
         return found
-    return {"broken": f"ended by signal {-(process.exitcode or 0)}, or after {STEP_S} s"}
+    return {"broken": f"ended by signal {-(process.exitcode or 0)}, or after {seconds} s"}
 
 
 # -- how a class is built, and what it takes ------------------------------------------------------
@@ -331,7 +333,7 @@ def _parameters(cls: type) -> list[inspect.Parameter]:
 def _configs(cls: type) -> list[type]:
     """Return the classes of a constructor's arguments that hold nothing but values."""
     try:
-        hints = inspect.get_annotations(cls.__init__, eval_str=True).values()
+        hints = inspect.get_annotations(vars(cls)["__init__"], eval_str=True).values()
     except Exception:
         return []
     return [
@@ -400,6 +402,7 @@ def inputs(model: nn.Module, call: str) -> Iterator[list[str]]:
             *(f"int64[batch,{n}]<{min(tables)}" for n in said),
         ]
         shapes = [*ids, *shapes] if isinstance(layer, nn.Embedding | None) else [*shapes, *ids]
+    shapes += [shape.replace("float32", "complex64") for shape in shapes[:12]]
     for shape in shapes:
         first = shape.replace("batch", "batch=1..3")
         others = [_others(name, first, tables) for name in names[1:]]

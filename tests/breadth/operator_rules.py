@@ -9,14 +9,16 @@ import torch
 
 from modelyard.handlers.judge.checked import REPLACED
 
-LIST = Path(__file__).parents[2] / "handlers" / "program" / "operators.txt"
+LIST = Path(__file__).parents[2] / "handlers" / "judge" / "operators.txt"
 
 REFUSED = {
     "as_strided": "reaches wherever its sizes and strides say, inside the storage of a tensor",
     "segment_reduce": "takes offsets that it does not check",
     "embedding_bag": "takes offsets that it does not check",
     "_embedding_bag": "takes offsets that it does not check",
+    "_embedding_bag_forward_only": "takes offsets that it does not check",
     "from_file": "reads a file",
+    "_assert_async": "ends all work of a GPU; its form with a message stands behind a check",
     # What `python -m tests.fuzz` found in torch 2.13:
     "_fft_r2c": "reads and writes where its dims say, which it does not check",
     "_fft_c2r": "reads and writes where its dims say, which it does not check",
@@ -26,6 +28,13 @@ REFUSED = {
     "native_batch_norm": "as above",
     "_weight_norm": "reads as many lengths as the weight has rows; replaced at loading",
     "_pdist_forward": "divides by sizes of nothing",
+    "linalg_eigvals": "ends the process at a NaN",
+    "_linalg_eigvals": "ends the process at a NaN",
+    # LAPACK swaps the rows that they name:
+    "linalg_lu_solve": "takes pivots that it does not check",
+    "lu_solve": "takes pivots that it does not check",
+    "lu_unpack": "takes pivots that it does not check",
+    "linalg_ldl_solve": "takes pivots that it does not check",
 }
 """Operator → why, beside what `problem` finds in its schema."""
 
@@ -81,8 +90,13 @@ def _is_plain(operator: torch._ops.OpOverload, packet: str) -> bool:
     return is_tagged and not packet.startswith(("special_", "_"))
 
 
-def write_list(counted: set[str]) -> None:
-    """Write the operators into the list, with the torch that they were counted with."""
+def write_list(counted: set[str], known: frozenset[str] = frozenset()) -> None:
+    """Write the operators into the list, with the torch that they were counted with.
+
+    Args:
+        counted: what programs call.
+        known: what stays on the list beside that.
+    """
     version = torch.__version__.partition("+")[0]
-    lines = "".join(f"{name}\n" for name in sorted(set(family(counted))))
+    lines = "".join(f"{name}\n" for name in sorted(known | set(family(counted))))
     LIST.write_text(f"# made with torch {version}\n{lines}", encoding="utf-8")

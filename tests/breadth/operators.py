@@ -1,12 +1,12 @@
 """Count the operators that exports of real models call, of which `handlers/judge/operators.txt` is made.
 
-    python -m tests.breadth.operators [-k NAME] [--resume] [--files FOLDER …] [--calls FILE] [--write]
+    python -m tests.breadth.operators [-k NAME] [--resume] [--files FOLDER …] [--calls FILE] [--write | --add]
 
-Traced are every architecture of the table and every module of torch.nn that torch tests, each in a
-process of its own, as it is and decomposed (`run_decompositions`); `--files` adds the programs below
+Traced are every architecture of the table, the networks of `operator_networks` and every module of torch.nn
+that torch tests, each in a process of its own, as it is and decomposed (`run_decompositions`); `--files` adds the programs below
 a folder, and `tests.breadth.recorded` those that tests make. Counts are kept below `--output`, one file each.
 `--calls` keeps a call of each operator, with sizes and constants but no weights, for the fuzzer.
-`--write` writes the list anew.
+`--write` writes the list anew; `--add` keeps what it holds, and the calls that are kept.
 """  # noqa: E501 - a command is not broken
 
 import argparse
@@ -30,7 +30,9 @@ import torch
 from torch import Tensor, nn
 
 from modelyard.handlers.judge.grammar import operator_problem
+from modelyard.handlers.judge.operators import ALLOWED
 from tests.breadth.bare import choose_sizes, make_inputs
+from tests.breadth.operator_networks import NETWORKS, network
 from tests.breadth.operator_rules import write_list
 from tests.fuzz.calls import as_call
 
@@ -51,6 +53,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=OUTPUT)
     parser.add_argument("--calls", type=Path, help="write a call of each operator into this file")
     parser.add_argument("--write", action="store_true", help="write the list of operators anew")
+    parser.add_argument("--add", action="store_true", help="add what is counted to the list")
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
@@ -81,9 +84,11 @@ def main() -> None:
     print(f"and {passed['decomposed']} when they are decomposed")
     for operator, times in counted.most_common():
         print(f"{times:5} {operator}")
-    if options.write:
-        write_list(set(counted))
+    if options.write or options.add:
+        write_list(set(counted), ALLOWED if options.add else frozenset())
     if options.calls:
+        if options.add and options.calls.exists():
+            calls |= json.loads(options.calls.read_text(encoding="utf-8"))
         kept = sorted(name for name in calls if operator_problem(name) is None)
         lines = [f"{json.dumps(name)}: {json.dumps(calls[name])}" for name in kept]
         options.calls.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
@@ -96,6 +101,8 @@ def sources() -> Iterator[tuple[str, Trace]]:
     for info in module_db:
         name = info.name.replace(".", "_")
         yield f"torch_{name}", partial(trace_module, info)
+    for name in NETWORKS:
+        yield "network_" + re.sub(r"\W", "_", name), partial(trace_network, name)
     from tests.breadth.table import CASES
 
     for library in ("transformers", "timm"):
@@ -112,6 +119,11 @@ def trace_case(case: Any) -> Iterator[torch.export.ExportedProgram]:
     example = make_inputs(bare.signature, choose_sizes(bare.signature)[0], 0)
     args, kwargs = bare.arguments(example)
     yield torch.export.export(bare.model, args, kwargs)
+
+
+def trace_network(name: str) -> Iterator[torch.export.ExportedProgram]:
+    """Trace a network of one line."""
+    yield torch.export.export(network(name), (torch.rand(2, 6),))
 
 
 def trace_module(info: Any) -> Iterator[torch.export.ExportedProgram]:

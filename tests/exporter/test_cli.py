@@ -177,3 +177,30 @@ def test_a_quick_look_says_that_it_is_one(author: Author, tmp_path: Path) -> Non
     assert report["parity"]["batches"] == [1, 8]
     assert "--quick" in report["command"]
     assert "warning: compared on 6 inputs only; export it again without --quick" in result.stderr
+
+
+BRANCH = """
+class Net(nn.Module):
+    def forward(self, x, **options):
+        if float(x.detach().abs().max()) > 50:
+            x = x / 255
+        return x * 2
+"""
+
+
+def test_a_trace_says_which_branches_it_kept_and_where_it_differs(
+    author: Author, tmp_path: Path
+) -> None:
+    result = _export(author, BRANCH, tmp_path / "out")
+    assert result.exit_code == 0
+    assert "agrees on what was tried; traced with 1 branch" in result.stdout
+    line = 1 + (tmp_path / "net.py").read_text().splitlines().index(BRANCH.splitlines()[3])
+    kept, deprecated = (
+        f"torchscript: what forward() chose at net.py:{line} for one input is done for every other",
+        to_torchscript.DEPRECATION,
+    )
+    differs, *others = result.stderr.splitlines()
+    assert differs.startswith(
+        'warning: torchscript: its answers are not the checkpoint\'s where "x" holds a value below '
+    )
+    assert others == [f"warning: {kept}", f"warning: {deprecated}"]

@@ -148,7 +148,12 @@ def test_the_report_holds_signature_parity_and_origin(tokens: Path) -> None:
     report = json.loads((tokens / "out" / "net.onnx.report.json").read_text(encoding="utf-8"))
     assert report["signature"] == {
         "inputs": [
-            {"name": "tokens", "dtype": "int64", "shape": ["batch", "length"]},
+            {
+                "name": "tokens",
+                "dtype": "int64",
+                "shape": ["batch", "length"],
+                "limits": {"low": 0},
+            },
             {"name": "mask", "dtype": "bool", "shape": ["batch", "length"]},
         ],
         "outputs": [

@@ -1,6 +1,9 @@
 """What a model says that it takes: proposed, complete with what is given, and runnable."""
 
 import json
+import re
+import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +18,12 @@ from modelyard.exporter.checkpoint import open_model
 from modelyard.exporter.cli import app
 from modelyard.exporter.ingest import read_checkpoint
 from modelyard.exporter.inputs.described import Proposal, complete, propose_inputs
+from modelyard.exporter.inputs.tried import find_inputs
 from modelyard.handlers.proof.probes import Probe, example_sizes, make_inputs
 from tests.exporter.tiny import save
+from tests.exporter.unseen import CASES
 
+NETWORKS = Path(__file__).parent / "unseen.py"
 LENGTH = "length=2..32"
 PROPOSED = {
     "BertForSequenceClassification": (
@@ -206,3 +212,51 @@ def test_a_single_input_may_have_a_name_of_its_own(
     """As timm's, whose forward() calls it x."""
     proposal = Proposal(("image:float32[batch,3,224,224]",), frozenset(["image"]), "default_cfg")
     assert complete(given, proposal) == completed
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_runs_is_found_by_trying(name: str) -> None:
+    kind, args, _ = CASES[name]
+    found = find_inputs(kind(*args).eval())
+    assert found is not None
+    assert "SIZES" not in " ".join(found.texts)
+
+
+@pytest.mark.slow
+def test_proposed_commands_run_as_printed(tmp_path: Path) -> None:
+    """Of networks as people write them; misses are printed."""
+    missed, proposed = {}, 0
+    for name, (kind, args, save_as) in CASES.items():
+        torch.manual_seed(0)
+        folder = tmp_path / name.replace(" ", "_")
+        folder.mkdir()
+        torch.save(save_as(kind(*args)), folder / "net.pt")
+        words = [
+            *(str(folder / "net.pt"), "--model", f"{NETWORKS}:{kind.__name__}"),
+            *("--quick", "--format", "pt2", "-o", str(folder / "out")),
+        ]
+        for _ in range(3):  # one line for the class, one for its inputs
+            result = CliRunner().invoke(app, words)
+            printed = re.search(r"\n    modelyard export (.*)", result.output)
+            if result.exit_code == 0 or printed is None:
+                break
+            words, proposed = shlex.split(printed[1]), proposed + 1
+            assert "--quick" in words
+        if result.exit_code:
+            missed[name] = result.output[-300:]
+    count = f"{len(CASES) - len(missed)} of {len(CASES)}, by {proposed} proposed commands"
+    sys.stdout.write("\n".join([*(f"{name}: {said}" for name, said in missed.items()), count]))
+    assert len(missed) <= len(CASES) // 15
+
+
+def test_arguments_of_a_class_are_read_off_the_weights(tmp_path: Path) -> None:
+    torch.save(CASES["words"][0](77, 12, 5).state_dict(), tmp_path / "net.pt")
+    result = CliRunner().invoke(
+        app, [str(tmp_path / "net.pt"), "--model", f"{NETWORKS}:VocabAndDim"]
+    )
+    assert "which the shapes of the weights say" in result.output
+    printed = re.search(r"\n    modelyard export (.*)", result.output)
+    assert printed is not None
+    words = shlex.split(printed[1])
+    given = json.loads(words[words.index("--model-args") + 1])
+    assert given == {"vocab_size": 77, "embed_dim": 12, "num_classes": 5}

@@ -94,6 +94,14 @@ class Remembers(nn.Module):
         return x + self.calls
 
 
+class Rounds(Remembers):
+    """Adds in another order in each run."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * (1 + self.calls * 1e-7)
+
+
 class Writes(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.mul_(2)
@@ -204,7 +212,12 @@ def test_a_model_that_writes_into_its_input_gets_a_copy() -> None:
             id="size that changes",
         ),
         pytest.param(Forgets(), ["x:float32[batch]"], "1 outputs in one run and 3 in", id="number"),
-        pytest.param(Remembers(), ["x:float32[batch]"], "remembers from call to call", id="state"),
+        pytest.param(
+            Remembers(),
+            ["x:float32[batch]"],
+            "forward() changes self.calls (1, then 2) in every call; take it as an input",
+            id="state",
+        ),
         pytest.param(Nan(), ["x:float32[batch]"], "no finite value on any of 40", id="nan"),
         pytest.param(Text(), ["x:float32[batch]"], "a tuple of 0: Tensor, 1: bytes", id="text"),
         pytest.param(Growing(), ["x:float32[batch,2]"], "with 1 dims or float32 with 2", id="dims"),
@@ -216,6 +229,12 @@ def test_a_model_that_cannot_be_compared_is_refused(
     with pytest.raises(ModelError) as caught:
         _observe(model, inputs)
     assert seen in str(caught.value)
+
+
+def test_what_moves_by_less_than_an_artifact_may_is_said_and_not_refused() -> None:
+    warnings = _observe(Rounds(), ["x:float32[batch,3]"]).warnings
+    assert any("moves by" in each and "between two runs on one input" in each for each in warnings)
+    assert any("forward() changes self.calls (1, then 2)" in each for each in warnings)
 
 
 def test_values_that_the_dtype_of_the_artifact_does_not_hold_are_refused() -> None:

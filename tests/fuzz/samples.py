@@ -25,8 +25,11 @@ SAMPLES = 25  # of one operator and type, of which so many are taken:
 TAKEN = 3
 LARGEST = 1 << 14  # elements of all tensors of one
 DTYPES = (*[torch.float32] * 3, torch.float64, torch.int64, torch.uint8, torch.bfloat16, torch.bool)
-# Random numbers, and which of equal elements an index names, differ by layout.
-ANY_ANSWER = ("rand", "dropout", "bernoulli", "multinomial", "rrelu", "argsort", "empty")
+# Random numbers, which of equal elements an index names, and a matrix's factors differ by layout.
+ANY_ANSWER = (
+    *("rand", "dropout", "bernoulli", "multinomial", "rrelu", "argsort", "empty"),
+    *("exponential", "normal", "_linalg_"),
+)
 WITH_INDEX = ("median", "mode", "kthvalue", "sort", "topk", "max", "min", "cummax", "cummin")
 Call = tuple[Any, Any]
 _PAGE = mmap.PAGESIZE

@@ -1,6 +1,7 @@
 """The rule of agreement, at every scale, without an export."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -71,6 +72,68 @@ def test_neither_a_gain_nor_an_offset_hides_a_wrong_copy(scale: float, offset: f
         name for name, wrong in wrongs.items() if agrees(Rule(1e-4), expected, wrong, learned)
     ]
     assert missed == []
+
+
+def _softmax(seed: int, scale: float) -> Tensor:
+    logits = torch.randn(6, 50_000, generator=torch.Generator().manual_seed(seed))
+    return logits.softmax(-1).double() * scale
+
+
+def _dead(seed: int, scale: float) -> Tensor:
+    return rows(seed, scale) * torch.tensor([1.0] * 9 + [0.0]).double()
+
+
+OUTPUTS: dict[str, Callable[[int, float], Tensor]] = {
+    "around zero": rows,
+    "300 and 2": lambda seed, scale: (300 + 2 * rows(seed)) * scale,
+    "one dead": _dead,
+    "one place": lambda seed, scale: rows(seed, scale)[:, :1],
+    "mostly zero": lambda seed, scale: (rows(seed) - 1.5).relu() * scale,
+    "nine sizes at once": lambda seed, scale: rows(seed, scale) * 10.0 ** torch.arange(-5, 5),
+    "a softmax of 50,000": _softmax,
+}
+WRONGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "zeros": lambda expected, mean: expected * 0,
+    "the mean of each place": lambda expected, mean: mean.expand_as(expected),
+    "the mean of all": lambda expected, mean: torch.full_like(expected, float(mean.mean())),
+    "ones": lambda expected, mean: torch.ones_like(expected),
+    "1 % more": lambda expected, mean: mean + (expected - mean) * 1.01,
+    "rows exchanged": lambda expected, mean: expected.roll(1, 0),
+    "one row of zeros": lambda expected, mean: torch.cat([expected[:1] * 0, expected[1:]]),
+    "NaN": lambda expected, mean: torch.cat([expected[:1] * math.nan, expected[1:]]),
+    "infinity": lambda expected, mean: torch.cat([expected[:1] + math.inf, expected[1:]]),
+    "bfloat16": lambda expected, mean: expected.bfloat16().double(),
+}
+
+
+@pytest.mark.parametrize("scale", [10.0**power for power in range(-12, 13, 6)])
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_of_outputs_of_every_size_a_constant_is_refused_and_noise_is_not(
+    name: str, scale: float
+) -> None:
+    scales, draw = OutputScales(), OUTPUTS[name]
+    cases = [draw(seed, scale) for seed in range(4)]
+    for case in cases:
+        scales.see("random", [case])
+    (learned,), mean, expected = scales.of(), torch.cat(cases).mean(0, keepdim=True), cases[-1]
+    rule = Rule(1e-4)
+    missed = [
+        wrong
+        for wrong, made in WRONGS.items()
+        if agrees(rule, expected, made(expected, mean), learned)
+    ]
+    assert missed == []
+    noise = 1 + 3e-7 * torch.randn(expected.shape, generator=torch.Generator().manual_seed(9))
+    assert agrees(rule, expected, expected * noise, learned)
+    assert agrees(rule, expected, expected.float().double(), learned)
+
+
+@pytest.mark.parametrize("other", [1, -1, 2**40])
+def test_one_integer_that_is_off_is_refused(other: int) -> None:
+    expected = torch.arange(-500, 500).reshape(100, 10) * 2**33
+    rule, wrong = rule_for("int64"), expected.clone()
+    wrong[7, 3] += other
+    assert agrees(rule, expected, expected.clone()) and not agrees(rule, expected, wrong)
 
 
 def test_a_large_number_hides_nothing_of_its_neighbours() -> None:
