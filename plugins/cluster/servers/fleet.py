@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import re
 import signal
@@ -43,8 +42,6 @@ ALIGN_S = 1.0
 OVER, RUNNING = ("failed", "returned", "aborted"), ("candidate", "shadow", "canary", "default")
 ANSWERING = ("canary", "default")
 """States of a roll-out whose candidate answers clients."""
-LAST = {"promote": (), "abort": RUNNING[:3], "back": ANSWERING}
-"""Verb of a roll-out → states in which it is not refused; servers in others are asked first."""
 
 
 class Fleet:
@@ -81,15 +78,14 @@ class Fleet:
         self._tasks = [asyncio.create_task(self._watch(server)) for server in self.servers]
         self._tasks.append(asyncio.create_task(self._align()))
 
-    async def stop(self, again: asyncio.Event | None = None) -> None:
+    async def stop(self, again: asyncio.Event) -> None:
         """Have each answer what it accepted, and wait for their ends; `again` skips the waiting."""
         self._is_stopping = True
         for task in self._tasks:
             task.cancel()
         ends = [asyncio.ensure_future(s.wait()) for s in self.servers if s.starts]
         self._signal_all()
-        if again is not None:
-            asyncio.ensure_future(again.wait()).add_done_callback(self._signal_all)
+        asyncio.ensure_future(again.wait()).add_done_callback(self._signal_all)
         await asyncio.gather(*ends, *(server.close() for server in self.servers))
 
     def _signal_all(self, *_: object) -> None:
@@ -132,13 +128,15 @@ class Fleet:
         """Return the answers of all servers that run.
 
         Raises:
-            Unavailable: one ended meanwhile, or none runs.
+            Unavailable: none does.
         """
         asked = [server for server in self.servers if server.is_up]
-        if not asked:
+        sent = [server.send(request, api) for server in asked]
+        pairs = zip(asked, await asyncio.gather(*sent, return_exceptions=True), strict=True)
+        answers = {server: answer for server, answer in pairs if isinstance(answer, httpx.Response)}
+        if not answers:
             raise Unavailable("no server runs; they are started again")
-        answers = await asyncio.gather(*(server.send(request, api) for server in asked))
-        return dict(zip(asked, answers, strict=True))
+        return answers
 
     async def change(self, request: Request) -> list[httpx.Response]:
         """Have all servers make a change; return their answers, or the one that refuses it.
@@ -161,9 +159,13 @@ class Fleet:
                 answers += await asyncio.gather(*sent, return_exceptions=True)
                 bad = [a for a in answers if isinstance(a, BaseException) or a.is_error]
                 if bad:
-                    did = zip((first, *others), answers, strict=False)
-                    undone = [s for s, answer in did if answer not in bad]
-                    await asyncio.gather(*(self._undo(s, request, before[s]) for s in undone))
+                    done = {
+                        server
+                        for server, answer in zip((first, *others), answers, strict=False)
+                        if answer not in bad
+                    }
+                    undoing = [self._undo(s, request, s in done, before[s]) for s in before]
+                    await asyncio.gather(*undoing)
                     if isinstance(bad[0], BaseException):
                         raise bad[0]
                     return [bad[0]]
@@ -204,16 +206,23 @@ class Fleet:
         return {**state, "models": models}
 
     async def _call(self, server: ServerProcess, method: str, path: str, **query: Any) -> None:
-        """Raise an HTTPStatusError where a server refuses what it is asked for its own good."""
+        """Ask a server for a change of our own; raise Unavailable where it refuses."""
         request = Request(method, path, urlencode(query), self._headers)
         answer = await server.send(request)
         if answer.is_error:
             raise Unavailable(f"{method} {path} is answered {answer.status_code}: {answer.text}")
 
-    async def _undo(self, server: ServerProcess, request: Request, before: State) -> None:
-        """Put a server back; one that cannot be is ended, and started with what was before."""
+    async def _undo(
+        self, server: ServerProcess, request: Request, is_done: bool, before: State
+    ) -> None:
+        """Put a server back; one that cannot be is ended, and started with what was before.
+
+        One that has refused may have done a part all the same.
+        """
+        if not server.is_up:
+            return
         try:
-            if ROLLOUT.fullmatch(request.path):
+            if is_done and ROLLOUT.fullmatch(request.path):
                 await self._end_rollout(server, request.path.split("/")[2])
             await self._settle(server, before)
         except (Unavailable, KeyError) as error:
@@ -230,14 +239,12 @@ class Fleet:
         was, now = _by_version(before), _by_version(server.saved)
         for (name, _), model in was.items():
             if (name, model["version"]) not in now:
-                query = {"url": model["file"], "model_name": name}
-                await self._call(
-                    server, "POST", "/models", **query, initial_workers=model["workers"]
-                )
+                query = {"model_name": name, "initial_workers": model["workers"]}
+                await self._call(server, "POST", "/models", url=model["file"], **query)
         for (name, version), model in was.items():
             path = f"/models/{quote(name)}/{quote(version)}"
-            other = now.get((name, version), model)
-            if model["default"]:
+            other = now.get((name, version), {**model, "default": False})
+            if model["default"] and not other["default"]:
                 await self._call(server, "PUT", f"{path}/set-default")
             if other["workers"] != model["workers"]:
                 await self._call(server, "PUT", path, min_worker=model["workers"])
@@ -250,13 +257,12 @@ class Fleet:
     # -- roll-outs -------------------------------------------------------------------------------
 
     async def _in_order(self, request: Request) -> list[ServerProcess]:
-        """Return the servers, those first that would refuse a step of a roll-out."""
-        verb = request.path.rpartition("/")[2]
-        if not ROLLOUT.fullmatch(request.path) or verb not in LAST:
+        """Return the servers, those first that would refuse to promote a candidate."""
+        path, _, verb = request.path.rpartition("/")
+        if verb != "promote" or not ROLLOUT.fullmatch(request.path):
             return list(self.servers)
-        path = request.path.rpartition("/")[0]
         answers = await self.ask_all(Request("GET", path, "", self._headers))
-        return sorted(self.servers, key=lambda server: takes(answers[server], verb))
+        return sorted(self.servers, key=lambda s: s in answers and is_judged_good(answers[s]))
 
     async def _end_rollout(self, server: ServerProcess, name: str) -> None:
         """Take clients from a candidate, or remove it."""
@@ -286,12 +292,9 @@ class Fleet:
                                 await self._end_rollout(server, name)
 
 
-def takes(answer: httpx.Response, verb: str) -> bool:
-    """Return whether a server that describes its roll-out so would take a step."""
-    about = answer.json() if answer.is_success else {}
-    if verb == "promote":
-        return bool(about.get("judgement", {}).get("verdict") == "pass")
-    return about.get("state") in LAST[verb]
+def is_judged_good(answer: httpx.Response) -> bool:
+    """Return whether a server that describes its roll-out so would promote it."""
+    return answer.is_success and answer.json().get("judgement", {}).get("verdict") == "pass"
 
 
 def _by_version(state: State) -> dict[tuple[str, str], dict[str, Any]]:
@@ -302,8 +305,3 @@ def _rollouts(state: State) -> dict[str, dict[str, Any]]:
     """Return the roll-outs that a state notes, by model; none without the plug-in."""
     noted = state.get("rollouts")
     return noted if isinstance(noted, dict) else {}
-
-
-def read_answer(answer: httpx.Response) -> Any:
-    """Return the JSON of an answer."""
-    return json.loads(answer.content)

@@ -58,40 +58,27 @@ class SummedMetrics:
         Args:
             texts: number of a server and how often it was started → its text.
         """
-        heads: dict[str, list[str]] = {}
+        families: dict[str, dict[str, list[float]]] = {}  # name → each line of its head, and series
         kinds: dict[str, str] = {}
-        values: dict[str, list[float]] = {}
-        family: dict[str, str] = {}
         for server, text in texts.items():
-            samples: Samples = {}
+            counted = self._counted[server] = {}
             name = ""
             for line in text.splitlines():
-                if line.startswith("# HELP "):
-                    name = line.split(" ", 3)[2]
-                    heads.setdefault(name, [line])
-                elif line.startswith("# TYPE "):
-                    name, kind = line.split(" ")[2:]
-                    if name not in kinds:
-                        kinds[name] = kind
-                        heads.setdefault(name, []).append(line)
-                elif line:
-                    series, _, value = line.rpartition(" ")
-                    family.setdefault(series, name)
-                    samples[series] = float(value)
-                    values.setdefault(series, []).append(float(value))
-            self._counted[server] = {
-                series: value
-                for series, value in samples.items()
-                if kinds.get(family[series]) != "gauge"
-            }
-        lines: dict[str, list[str]] = {name: [] for name in heads}
-        for series, found in values.items():
-            name = family[series]
-            if kinds.get(name) != "gauge":
-                total = sum(each.get(series, 0.0) for each in self._counted.values())
-            else:
-                total = (sum if AMOUNTS.fullmatch(name) else max)(found)
-            lines.setdefault(name, []).append(f"{series} {total}")
-        return "".join(
-            f"{line}\n" for name, rows in lines.items() for line in (*heads.get(name, ()), *rows)
-        )
+                if line.startswith("#"):
+                    _, word, name, rest = line.split(" ", 3)
+                    families.setdefault(name, {}).setdefault(line, [])
+                    if word == "TYPE":
+                        kinds[name] = rest
+                    continue
+                series, _, value = line.rpartition(" ")
+                families[name].setdefault(series, []).append(float(value))
+                if kinds[name] != "gauge":
+                    counted[series] = float(value)
+        lines = []
+        for name, rows in families.items():
+            for row, values in rows.items():
+                if values and kinds[name] != "gauge":
+                    values = [each.get(row, 0.0) for each in self._counted.values()]
+                adds = kinds[name] != "gauge" or AMOUNTS.fullmatch(name)
+                lines.append(f"{row} {(sum if adds else max)(values)}" if values else row)
+        return "".join(f"{line}\n" for line in lines)

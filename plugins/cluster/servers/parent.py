@@ -19,7 +19,7 @@ from typing import Any
 
 import httpx
 
-from modelyard.plugins.cluster.servers.fleet import ROLLOUT, Fleet, read_answer, takes
+from modelyard.plugins.cluster.servers.fleet import ROLLOUT, Fleet, is_judged_good
 from modelyard.plugins.cluster.servers.merge import SummedMetrics, merge_models, merge_statuses
 from modelyard.plugins.cluster.servers.one import OneOf
 from modelyard.plugins.cluster.servers.process import Request, ServerProcess
@@ -226,17 +226,17 @@ class Faces:
             answers = await asyncio.shield(asyncio.create_task(self.fleet.change(request)))
             if len(answers) == 1:
                 return plain(answers[0])
-            return as_json(merge_statuses(list(map(read_answer, answers))))
+            return as_json(merge_statuses([answer.json() for answer in answers]))
         if ROLLOUT.fullmatch(path):
             found = await self.fleet.ask_all(request)
             # The one that would hold up a promotion says most.
-            return plain(min(found.values(), key=lambda answer: takes(answer, "promote")))
+            return plain(min(found.values(), key=is_judged_good))
         if MODEL.fullmatch(path):
             every = list((await self.fleet.ask_all(request)).values())
             wrong = next((answer for answer in every if answer.is_error), None)
             if wrong is not None:
                 return plain(wrong)
-            return as_json(merge_models(map(read_answer, every)))
+            return as_json(merge_models(answer.json() for answer in every))
         return plain(await self.fleet.ask_one(request))
 
     async def _answer_scraper(self, request: Request) -> Any:

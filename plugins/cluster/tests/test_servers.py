@@ -173,6 +173,8 @@ def test_a_roll_out_goes_on_and_ends_in_both(live: LiveServer) -> None:
     forced = {"force": "true"}
     assert live.management.post(f"{path}/promote", params=forced).is_success
     assert rollouts(live) == ["canary"] * 2
+    assert live.register("nothing.mar").status_code == 404
+    assert "cannot be put back" not in live.log, "what a roll-out holds is left alone"
     with one(live, 2) as client:
         assert client.post(f"{path}/back").is_success
     poll(lambda: rollouts(live) == ["returned"] * 2, "the other takes it back as well")
