@@ -118,8 +118,9 @@ class Policy:
             workers, workers_from = self.settings.workers, "the setting workers"
         elif workers is None and config.workers:
             workers, workers_from = config.workers, config.origins["minWorkers"]
-        if spec.workers is None and workers is not None:
-            workers = share_of(workers, self.settings.servers)
+        if spec.workers is None and workers is not None and (servers := self.settings.servers) > 1:
+            workers = share_of(workers, servers)
+            workers_from += f", of which each of {servers} servers has as many"
         threads_from = config.origins.get("workerThreads", "")
         return ResourceRequest(config.device, workers, workers_from, config.threads, threads_from)
 
