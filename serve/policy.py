@@ -120,7 +120,7 @@ class Policy:
             workers, workers_from = config.workers, config.origins["minWorkers"]
         if spec.workers is None and workers is not None and (servers := self.settings.servers) > 1:
             workers = share_of(workers, servers)
-            workers_from += f", of which each of {servers} servers has as many"
+            workers_from += f", shared by {servers} servers"
         threads_from = config.origins.get("workerThreads", "")
         return ResourceRequest(config.device, workers, workers_from, config.threads, threads_from)
 
