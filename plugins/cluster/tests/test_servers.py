@@ -1,5 +1,6 @@
 """Several servers behind one port: what each does alone, all do together, or none does."""
 
+import contextlib
 import json
 import os
 import signal
@@ -184,22 +185,33 @@ def test_a_roll_out_goes_on_and_ends_in_both(live: LiveServer) -> None:
 
 
 @pytest.mark.slow
-def test_what_was_served_is_there_after_a_stop_and_with_one_server(
-    tmp_path: Path,
-) -> None:
+def test_what_was_served_is_there_after_a_stop_a_kill_and_with_one_server(tmp_path: Path) -> None:
     store, state = tmp_path / "store", tmp_path / "state"
     store.mkdir()
+    build_archive(store, "echo", version="2.0").rename(store / "echo-2.mar")
     build_archive(store, "echo")
     server = start(store, state, TWO, "--models=echo", "--workers=4")
     server.stop()
     server = start(store, state, TWO)
     assert len(server.worker_pids("echo")) == 4
     assert len(ask(server)) >= 2
+
+    def register() -> None:
+        with contextlib.suppress(httpx.HTTPError):  # the parent ends meanwhile
+            server.register("echo-2.mar")
+
+    change = threading.Thread(target=register)
+    change.start()
+    poll(lambda: len(served(server)[0]) == 2, "the first has registered it")
     server.signal(signal.SIGKILL)
+    change.join()
     server.close_clients()
     server.wait()
     children = server.about["servers"]
     poll(lambda: not any(map(is_alive, children)), "they end with it", 5)
+    server = start(store, state, TWO)
+    assert served(server) == [[("echo", "1.0", 2, True)]] * 2, "none has made the change"
+    server.stop()
     alone = start(store, state)
     assert len(alone.worker_pids("echo")) == 4
     alone.stop()
