@@ -107,6 +107,8 @@ def test_a_change_is_made_by_both(live: LiveServer) -> None:
     scaled = live.management.put("/models/echo/2.0", params={"min_worker": 3})
     assert "scaled to 4 " in scaled.text, "rounded up, so that each has as many"
     assert served(live) == [[("echo", "1.0", 1, False), ("echo", "2.0", 2, True)]] * 2
+    remembered = json.loads((live.state_dir / "models.json").read_text())["models"]
+    assert sorted((m["version"], m["workers"]) for m in remembered) == [("1.0", 2), ("2.0", 4)]
     assert live.management.put("/models/echo/1.0/set-default").is_success
     assert live.management.delete("/models/echo/2.0").is_success
     assert served(live) == BOTH
