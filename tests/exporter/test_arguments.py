@@ -243,8 +243,6 @@ def test_a_cache_in_an_output_is_refused_with_what_to_do_and_left_out_when_told(
         choose_outputs(GivesCache()(torch.ones(1)), ["past"])
     reference = _observe(GivesCache(), "x:float32[batch,3]", names=["logits"])
     assert reference.warnings == ()
-    assert reference.signature.batching is not None
-    assert reference.signature.batching.batchable
     _write("onnx", reference, tmp_path / "net.pt2")
     output = open_artifact(tmp_path / "net.pt2", "onnx")(torch.ones(2, 3))
     assert torch.as_tensor(output).tolist() == [[2.0] * 3] * 2

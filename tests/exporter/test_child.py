@@ -12,7 +12,7 @@ from modelyard.exporter.child import Child, ChildEnded, answer_questions, fork_a
 def answer(question):
     if question == {"end": 1}:
         os._exit(7)
-    print("printed")  # must not be taken for an answer
+    print("printed", flush=True)  # must not be taken for an answer
     return {"authors": "authors" in sys.modules, "path": "" in sys.path, "pid": os.getpid()}
 
 def main(folder):
