@@ -10,6 +10,7 @@
 | `modelyard.exports` | `generate` → what makes a decoder's module of a model (`exporter/trip.py`) |
 | `modelyard.faces` | another way in → a `Face` of the server |
 | `modelyard.observers` | what looks on → an `Observer` of the server |
+| `modelyard.servers` | `shared_port` → what runs several servers behind one port |
 | `modelyard.policies` | a dialect → what it does otherwise in a worker |
 
 A checkout may lack the folder of a plug-in that was there when it was installed; its entries are

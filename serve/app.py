@@ -74,11 +74,14 @@ class Server:
         return list(dict.fromkeys(listener for listener in every if listener))
 
 
-def create_server(settings: Settings, access: AccessLog | None = None) -> Server:
+def create_server(
+    settings: Settings, access: AccessLog | None = None, keys: Mapping[str, str] | None = None
+) -> Server:
     """Write new keys, build everything and bind the addresses.
 
     Args:
         access: takes a line for each request.
+        keys: those of other servers too, in place of new ones.
 
     Raises:
         StartError: an address cannot be bound, or the keys cannot be written.
@@ -88,7 +91,7 @@ def create_server(settings: Settings, access: AccessLog | None = None) -> Server
     lifecycle = Lifecycle(policy, registry, metrics, budget)
     lifecycle.foresee()
     repository = Repository(lifecycle, settings.allow_load)
-    grants = known_tokens(settings, make_keys(policy.state.key_file))
+    grants = known_tokens(settings, keys or make_keys(policy.state.key_file))
     is_open, is_never = not settings.asks_for_tokens, settings.auth == "never"
     of_operators = None if is_never and settings.insecure else grants
     of_clients = None if settings.auth == "management" else of_operators

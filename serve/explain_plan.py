@@ -45,7 +45,7 @@ def plan_start(settings: Settings) -> StartPlan:
     Raises:
         ServeError, ArchiveError: the first model that could not be served.
     """
-    policy, machine = Policy(settings), sizing.this_machine()
+    policy, machine = Policy(settings), sizing.machine_of(settings.servers)
     read: list[Callable[[sizing.Allocation], PlannedModel]] = []
     requests: list[sizing.ResourceRequest] = []
     warnings = list(settings.warnings)

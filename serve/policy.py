@@ -14,7 +14,7 @@ from modelyard.serve.control.environment import interpreter_for
 from modelyard.serve.control.model_config import ModelConfig, ModelSpec, load_model_config
 from modelyard.serve.control.registry import Registry
 from modelyard.serve.control.saved import read_models, read_notes, write_models
-from modelyard.serve.control.sizing import Allocation, ResourceRequest
+from modelyard.serve.control.sizing import Allocation, ResourceRequest, share_of
 from modelyard.serve.control.state import StateDir
 from modelyard.serve.control.store import find_archive, list_archives, parse_model_option
 from modelyard.serve.dataplane.worker import WorkerPolicy
@@ -118,6 +118,9 @@ class Policy:
             workers, workers_from = self.settings.workers, "the setting workers"
         elif workers is None and config.workers:
             workers, workers_from = config.workers, config.origins["minWorkers"]
+        if spec.workers is None and workers is not None and (servers := self.settings.servers) > 1:
+            workers = share_of(workers, servers)
+            workers_from += f", shared by {servers} servers"
         threads_from = config.origins.get("workerThreads", "")
         return ResourceRequest(config.device, workers, workers_from, config.threads, threads_from)
 

@@ -12,13 +12,14 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from typing import Any
 
 import uvloop
 
 from modelyard.archiver import ArchiveError
+from modelyard.base.plugins import registered
 from modelyard.serve.app import Server, create_server
 from modelyard.serve.control.register import restore
 from modelyard.serve.control.reload import Reloader
@@ -36,6 +37,7 @@ logger = logging.getLogger(__name__)
 Event = dict[str, Any]
 Report = Callable[[Event], None]
 Create = Callable[[Settings], Server]
+Serve = Callable[[Settings, StateDir, Report, Create], Coroutine[None, None, None]]
 
 ANNOUNCE_S = 0.2
 """Time after SIGTERM for which connections are still taken, and close with their answer."""
@@ -50,7 +52,9 @@ GARBAGE = 50_000
 thousands of connections that are opened would have all of them looked at again and again."""
 
 
-def run(settings: Settings, report: Report, create: Create = create_server) -> int:
+def run(
+    settings: Settings, report: Report, create: Create = create_server, serve: Serve | None = None
+) -> int:
     """Run a server until SIGTERM or SIGINT; return its exit code.
 
     Args:
@@ -58,13 +62,14 @@ def run(settings: Settings, report: Report, create: Create = create_server) -> i
         report: called at each step with {"event": …}: locked when the state folder is held, started
             when the ports are open, loading, ready, error.
         create: builds the server.
+        serve: starts it, and stops it after the signal.
     """
     state = StateDir(settings.state_dir)
     try:
         state.create()
         with state.lock():
             report({"event": "locked"})
-            uvloop.run(_serve(settings, state, report, create))
+            uvloop.run((serve or _serve)(settings, state, report, create))
     except (ServeError, ArchiveError, OSError) as error:
         message = state.why_unusable(error) if isinstance(error, OSError) else str(error)
         logger.error("%s", message)
@@ -73,9 +78,34 @@ def run(settings: Settings, report: Report, create: Create = create_server) -> i
     return 0
 
 
-def run_ours(settings: Settings, report: Report, access: AccessLog | None) -> int:
-    """Run a server of our own dialect, as `run` does; `access` takes a line for each request."""
-    return run(settings, report, partial(create_server, access=access))
+def run_ours(
+    settings: Settings,
+    report: Report,
+    access: AccessLog | None,
+    keys: Mapping[str, str] | None = None,
+) -> int:
+    """Run a server of our own dialect, as `run` does, or as many as the settings say.
+
+    Args:
+        access: takes a line for each request.
+        keys: of one of several servers, the keys of all.
+    """
+    serve = _serve if settings.servers == 1 or keys else _serve_several
+    return run(settings, report, partial(create_server, access=access, keys=keys), serve)
+
+
+async def _serve_several(
+    settings: Settings, state: StateDir, report: Report, create: Create
+) -> None:
+    """Have the plug-in that is registered for it run several servers.
+
+    Raises:
+        StartError: there is none.
+    """
+    entry = registered("servers").get("shared_port")
+    if entry is None:
+        raise StartError("this installation lacks the plug-in for several servers; set servers: 1")
+    await entry.load()(settings, state, report)
 
 
 async def _serve(settings: Settings, state: StateDir, report: Report, create: Create) -> None:

@@ -115,6 +115,8 @@ class Address:
     is_tls: bool = False
     option: str = "port"
     """What chooses the port, for messages."""
+    is_shared: bool = False
+    """Whether other processes listen there too: the kernel gives each connection to one of them."""
 
     @property
     def is_loopback(self) -> bool:
@@ -232,11 +234,14 @@ class Settings(BaseModel):
     device: Annotated[str, _form(r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda or cuda:N")] = "auto"
     """Device that models run on; auto takes CUDA where there is one."""
     workers: int = Field(default=0, ge=0, le=MOST_WORKERS)
-    """Workers of each model; 0 chooses by cores and number of models."""
+    """Workers of each model, of all servers; 0 chooses by cores and number of models."""
     worker_poll_us: int = Field(default=300, ge=0, le=10_000)
     """How long an idle worker looks for requests before it sleeps, while they come that often."""
     nvtx: bool = False
     """Have workers mark what they do for Nsight Systems; on CUDA only."""
+    servers: int = Field(default=1, ge=1, le=64)
+    """Server processes behind the one inference port, which share workers and cores in equal parts;
+    more than one where one event loop is the limit, on Linux."""
     fork_workers: bool = True
     """Fork workers from a process that has imported torch; false starts each by itself."""
     queue_size: int = Field(default=100, ge=1)

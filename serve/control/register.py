@@ -226,7 +226,7 @@ class Lifecycle:
             for model in self.registry
             if model.name != name
         )
-        machine = sizing.this_machine()
+        machine = sizing.machine_of(self._settings.servers)
         (allocation,) = sizing.choose(machine, [request], taken)
         if (warning := sizing.describe_excess(machine, [allocation], taken)) is not None:
             logger.warning("%s: %s", name, warning)
@@ -387,7 +387,8 @@ async def restore(lifecycle: Lifecycle, report: Report) -> list[str]:
     policy, registry = lifecycle.policy, lifecycle.registry
     specs = policy.models_at_start()
     registry.notes = policy.notes_at_start()
-    allocator = sizing.StartupAllocator(sizing.this_machine(), len(specs))
+    machine = sizing.machine_of(policy.settings.servers)
+    allocator = sizing.StartupAllocator(machine, len(specs))
     starts = [_start(lifecycle, spec, allocator, report) for spec in specs]
     tasks = [asyncio.ensure_future(start) for start in starts]
     try:

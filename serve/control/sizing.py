@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -204,6 +204,20 @@ class StartupAllocator:
 
 
 # -- the machine -------------------------------------------------------------------------------
+
+
+def share_of(count: int, servers: int) -> int:
+    """Return what each of several servers gets, the same for all: connections come evenly."""
+    return -(-count // servers)
+
+
+def machine_of(servers: int) -> Machine:
+    """Return what each of so many servers may use of this machine."""
+    machine = this_machine()
+    if servers == 1:
+        return machine
+    limit = f"one of {servers} servers' part of {machine.limit}"
+    return replace(machine, cores=max(1, machine.cores // servers), limit=limit)
 
 
 def this_machine() -> Machine:

@@ -78,6 +78,9 @@ class Listening(Protocol):
             OSError: there is none, as of a socket that does not block.
         """
 
+    def listen(self, backlog: int, /) -> None:
+        """Take connections, so many until they are accepted."""
+
     def fileno(self) -> int:
         """Return the descriptor that is readable when there is a connection."""
 
@@ -168,6 +171,8 @@ class Listener:
         """Begin to accept."""
         self._loop = asyncio.get_running_loop()
         self.turns = Turns()
+        if self.address.is_shared:  # earlier ones would wait here while others could answer
+            self._socket.listen(BACKLOG)
         self._sweep()
 
     def _sweep(self) -> None:
@@ -330,6 +335,8 @@ def _descriptors() -> int:
 def bind(address: Address) -> tuple[socket.socket, Address]:
     """Return a socket that listens, and its address with the port that it got.
 
+    One whose address is shared is only bound; it listens when its listener starts.
+
     Raises:
         StartError: the address cannot be bound; the message says why and what to do.
     """
@@ -341,10 +348,13 @@ def bind(address: Address) -> tuple[socket.socket, Address]:
     # without it every keep-alive answer waits 40 ms for the client's delayed acknowledgement.
     listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if address.is_shared:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     try:
         listening.bind((host, port))
-        listening.listen(BACKLOG)
+        if not address.is_shared:
+            listening.listen(BACKLOG)
     except OSError as error:
         listening.close()
         if error.errno == errno.EADDRINUSE:

@@ -95,6 +95,7 @@ def serve(
     grpc_port: int | None = None,
     device: str | None = None,
     workers: int | None = None,
+    servers: int | None = None,
     auth: str | None = None,
     tls_cert: str | Path | None = None,
     tls_key: str | Path | None = None,
@@ -129,7 +130,8 @@ def serve(
         metrics_port: port of the metrics API; default 8082.
         grpc_port: port of gRPC, with the extra grpc; default none.
         device: device of the models: auto, cpu or cuda[:N].
-        workers: workers per model; default by cores.
+        workers: workers per model, shared among the servers; default by cores.
+        servers: server processes behind the inference port; default 1.
         auth: tokens: auto (off on loopback), always, never.
         tls_cert: certificate (PEM); all three APIs then speak TLS.
         tls_key: private key of the certificate (PEM).

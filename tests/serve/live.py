@@ -244,10 +244,15 @@ class LiveServer:
 
 def start_server(state_dir: Path, store: Path, *arguments: str) -> LiveServer:
     """Run `modelyard serve start` on free ports; it returns when the models are ready."""
+    return launch(state_dir, store, *start_arguments(state_dir, store), *arguments)
+
+
+def launch(state_dir: Path, store: Path, *arguments: str) -> LiveServer:
+    """Run `modelyard` with arguments that start a server of these folders."""
     # A server outlives the command that starts it. As its new parent we learn its exit code, and
     # would see any process that it leaves behind.
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-    ran = modelyard(*start_arguments(state_dir, store), "--json", *arguments)
+    ran = modelyard(*arguments, "--json")
     assert ran.returncode == 0, ran.stderr
     return LiveServer(json.loads(ran.stdout), state_dir, store)
 
