@@ -270,7 +270,7 @@ HARMLESS: dict[str, tuple[Change, int, Mapping[str, str]]] = {
        )},
 }  # fmt: skip
 
-PARTS = 54
+PARTS = 108
 """A part of the rows runs by day, all of them at night."""
 
 

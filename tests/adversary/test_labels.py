@@ -55,7 +55,7 @@ HARMLESS: dict[str, Any] = {
     "with ids": {key: [f"n0{key}", name] for key, name in NAMES.items()},
     "as a list": {"object_type_names": list(NAMES.values())},
 }
-PARTS = 30
+PARTS = 60
 """A part of the rows runs by day, all of them at night."""
 
 

@@ -82,7 +82,10 @@ def exported(step: str, folder: Path, formats: tuple[str, ...] = ("pt2",)) -> No
     )
 
 
-@pytest.mark.parametrize("step", WRONG)
+@pytest.mark.parametrize(
+    "step",
+    [pytest.param(step, marks=[pytest.mark.nightly] * (at % 2)) for at, step in enumerate(WRONG)],
+)
 def test_what_a_size_chooses_is_not_certified(step: str, tmp_path: Path) -> None:
     with pytest.raises(ExportError, match=r"test_guards\.py|the model (fixes|cannot)|holds for"):
         exported(step, tmp_path)

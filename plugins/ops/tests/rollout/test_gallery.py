@@ -27,7 +27,7 @@ NAMES = [
     each.name for each in ast.parse(HANDLERS.read_text()).body if isinstance(each, ast.ClassDef)
 ]
 BAD = [name for name in NAMES if name not in GOOD]
-BY_DAY = ("FirstRow", "Blends", "OnlyForClients", "Near")
+BY_DAY = ("FirstRow", "OnlyForClients", "Near")
 ENDED = ("default", "returned", "failed")
 RATE = 300
 HEADING = (
