@@ -325,6 +325,7 @@ class DirectReply(CallReply):
 
     def refuse(self, error: Exception) -> None:
         """Send an error."""
+        self.asked.is_refused = isinstance(error, errors.Unavailable | errors.DeadlinePassed)
         answers = self.calls.answers
         if isinstance(error, errors.Unavailable):
             answers.send_refusal(self.asked, error)

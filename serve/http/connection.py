@@ -198,6 +198,9 @@ class RequestResponseCycle:
     again: Again | None = None
     """When the same may be refused again, and what counts it then."""
     keeps_alive = True
+    is_refused = False
+    """Whether it was refused for too much work; its client may have to wait before it is read
+    again."""
     is_usual = False
     """Whether its Content-Length alone says where it ends, and no page of a browser sent it."""
     began = 0.0
@@ -491,8 +494,10 @@ class Connection(asyncio.Protocol):
     client: tuple[str, int] | None = None
     waited_s = 0.0
     _is_reading_paused = False
+    _is_held = False
+    """It reads nothing, and begins nothing, until `release`."""
     _was_unread = True
-    """What comes first may have waited in the kernel, for the connection to be accepted."""
+    """What comes next may have waited in the kernel: to be accepted, or to be read again."""
     _put_off: list[tuple[float, bytes | memoryview]] | None = None
     """What was received and is to be parsed in a later turn, each with its time."""
     _refusal: tuple[Exception, RequestResponseCycle | None] | None = None
@@ -579,7 +584,7 @@ class Connection(asyncio.Protocol):
         received, self._put_off = self._put_off or [], None
         if self.transport.is_closing():
             return
-        if self._queue and self.answering is None:
+        if self._queue and self.answering is None and not self._is_held:
             self._go_on()
         for came_at, data in received:
             if self._put_off is not None:  # there is no time for all of it
@@ -665,6 +670,8 @@ class Connection(asyncio.Protocol):
         self.since = self._time()
         if not refusal.keeps_alive:
             self._end()
+        elif self.turns.must_hold():
+            self._hold()
         return True
 
     def _put(self, reading: RequestResponseCycle, data: memoryview) -> None:
@@ -871,10 +878,25 @@ class Connection(asyncio.Protocol):
         self.since = self._time()
         if not cycle.keeps_alive:
             self._end()
+        elif cycle.is_refused and cycle.is_received and self.turns.must_hold():
+            self._hold()
         elif self._queue and not self.turns.has_time():
             self._leave()
         elif self._queue or self._refusal is not None or self._is_reading_paused:
             self._go_on()
+
+    def _hold(self) -> None:
+        """Take nothing more from a client that asks for more than can be done."""
+        self._is_held = self._was_unread = True
+        self.pause_reading()
+        self.turns.hold(self)
+
+    def release(self) -> None:
+        """Go on with a client that was held back."""
+        if self.transport.is_closing():
+            return
+        self._is_held = False
+        self._go_on()
 
     def _go_on(self) -> None:
         """Begin with the next request, or read on."""
@@ -902,7 +924,7 @@ class Connection(asyncio.Protocol):
                 self.phase = BODY
                 self._end()
                 return
-        if self.answering is None:
+        if self.answering is None and not self._is_held:
             self._send_refusal(error, reading)
         else:
             self._refusal = error, reading
@@ -946,7 +968,7 @@ class Connection(asyncio.Protocol):
     @property
     def is_idle(self) -> bool:
         """Whether it could be closed without anybody losing an answer."""
-        return not self.is_busy and not self.transport.is_closing()
+        return not self.is_busy and not self._is_held and not self.transport.is_closing()
 
     def check(self, now: float) -> None:
         """Close what its client has left alone, or feeds or empties too slowly."""
@@ -989,7 +1011,7 @@ class Connection(asyncio.Protocol):
 
     def resume_reading(self) -> None:
         """Take what the client sends again."""
-        if self._is_reading_paused and not self._queue:
+        if self._is_reading_paused and not self._queue and not self._is_held:
             self._is_reading_paused = False
             self.transport.resume_reading()
 

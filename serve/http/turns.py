@@ -2,7 +2,8 @@
 
 Whatever many clients ask for, workers' answers are read between two slices of clients' work: the
 requests that can be answered are. What is not read waits in the kernel, and TCP holds its senders
-back. Nobody is held back beyond that: refusing costs less than keeping account of whom not to read.
+back. Clients that ask again as fast as they are refused are read a little later: thousands of them
+would fill all time between two looks at the workers.
 """
 
 from __future__ import annotations
@@ -25,6 +26,11 @@ OLDEST_EVERY = 16
 """Turns under a flood among which one is of who waits longest."""
 NEWEST_SHARE = 0.1
 """Weight of the newest turn in the mean of what one takes."""
+WINDOW_S, REFUSALS = 0.01, 60
+"""Refusals within such a time after which refused clients are held back, while others wait for
+their turn: a tenth of a processor."""
+IDLE_REFUSALS = 120
+"""Clients of these that are read again in such a time while nobody waits."""
 TICK_S = 0.2
 """Time from one look at the clock to the next, which tells whether this process stood still."""
 
@@ -50,6 +56,13 @@ class Waiting(Protocol):
         """Work on what has been received."""
 
 
+class Reading(Waiting, Protocol):
+    """A connection that may be held back as well."""
+
+    def release(self) -> None:
+        """Read again."""
+
+
 class Turns:
     """Whose turn it is, among the connections of one listener. Lives on the event loop."""
 
@@ -67,6 +80,11 @@ class Turns:
         """Connections that wait."""
         self._turn_s = 0.0
         """Time that one of them takes, a mean of late."""
+        self._refused = 0
+        """Refusals of this window."""
+        self._held: deque[Reading] = deque()
+        """Connections that were refused a request and are not read, the longest first."""
+        self._window: asyncio.TimerHandle | None = None
         self._clock = Clock()
         self._tick()
 
@@ -149,3 +167,25 @@ class Turns:
         if queue:
             self._waiting[address] = queue
         return taken
+
+    # -- refusals --------------------------------------------------------------------------------
+
+    def must_hold(self) -> bool:
+        """Count a refusal, and return whether its client is to wait before it is read again."""
+        self._refused += 1
+        if self._window is None:
+            self._window = self._loop.call_later(WINDOW_S, self._end_window)
+        return self._refused > REFUSALS and bool(self._waiting)
+
+    def hold(self, connection: Reading) -> None:
+        """Release a connection, which reads nothing until then, when it is its turn."""
+        self._held.append(connection)
+
+    def _end_window(self) -> None:
+        """Release as many as may be refused until the next one ends; more where nobody waits."""
+        self._refused, self._window = 0, None
+        most = REFUSALS if self._waiting else IDLE_REFUSALS
+        for _ in range(min(len(self._held), most)):
+            self._held.popleft().release()
+        if self._held and self._window is None:
+            self._window = self._loop.call_later(WINDOW_S, self._end_window)

@@ -32,6 +32,7 @@ from modelyard.serve.http.connection import (
     RequestResponseCycle,
 )
 from modelyard.serve.http.listener import Listener
+from modelyard.serve.http.turns import REFUSALS
 from modelyard.serve.settings import Address, Settings
 
 HOST = b"host: localhost\r\n"
@@ -45,6 +46,8 @@ class Answers:
     def __init__(self) -> None:
         self.cycles: list[RequestResponseCycle] = []
         self.go = asyncio.Event()
+        self.were_idle: list[bool] = []
+        """Whether the connections of refused requests seemed to be idle after it."""
 
     def accept(self, cycle: RequestResponseCycle) -> None:
         self.cycles.append(cycle)
@@ -105,6 +108,15 @@ class Answers:
 
     async def silent(self, cycle: RequestResponseCycle) -> None:
         """Return without an answer."""
+
+    async def busy(self, cycle: RequestResponseCycle) -> None:
+        """Refuse it for too much work, and have its client wait."""
+        connection = cycle.connection
+        connection.turns._refused = REFUSALS
+        connection.turns.put_off(connection)
+        cycle.is_refused = True
+        assert cycle.send_whole(503, [(b"content-length", b"0")], b"")
+        self.were_idle.append(connection.is_idle)
 
     async def large(self, cycle: RequestResponseCycle) -> None:
         assert cycle.send_whole(200, [(b"content-length", b"%d" % len(LARGE))], LARGE)
@@ -508,6 +520,23 @@ def test_requests_behind_one_that_takes_its_time_wait_and_so_does_a_refusal() ->
         writer.close()
 
     run(scenario)
+
+
+def test_a_client_that_is_held_back_is_read_again_when_it_is_released() -> None:
+    async def scenario(served: Served) -> None:
+        reader, writer, connection = await served.open()
+        writer.write(get(b"/busy") + get(b"/e"))
+        async with asyncio.timeout(20):
+            await reader.readuntil(b"\r\n\r\n")
+            assert await reader.readexactly(len(ok(b"GET /e "))) == ok(b"GET /e ")
+        connection.release()  # once more: nothing happens
+        connection.check(connection.since + SETTINGS.keep_alive_s + 1)
+        assert connection.transport.is_closing()
+        connection.release()  # too late: nothing happens
+        writer.close()
+
+    served = run(scenario)
+    assert served.app.were_idle == [False]
 
 
 def test_each_answer_has_a_line() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
 
 import pytest
 import uvloop
@@ -45,6 +46,9 @@ class Client:
     def take_put_off(self) -> None:
         self._log.append(self.name)
         self._clock.pass_s(0.0006)
+
+    def release(self) -> None:
+        self._log.append(self.name)
 
 
 # -- slices ------------------------------------------------------------------------------------
@@ -127,6 +131,33 @@ def test_what_comes_while_others_wait_does_not_overtake_them(clock: FakeClock) -
         these.put_off(Client("first", clock, []))
         clock.pass_s(-0.002)
         assert not these.has_time()
+
+    asyncio.run(scenario())
+
+
+# -- refusals ----------------------------------------------------------------------------------
+
+
+def test_refused_clients_are_held_back_while_others_wait_and_many_are_refused(
+    clock: FakeClock,
+) -> None:
+    log: list[str] = []
+
+    async def scenario() -> None:
+        these = Turns()
+        assert not any(these.must_hold() for _ in range(2 * turns.REFUSALS)), "nobody waits"
+        await asyncio.sleep(2 * turns.WINDOW_S)
+        these.put_off(Client("waits", clock, []))
+        found = [these.must_hold() for _ in range(2 * turns.REFUSALS)]
+        assert found == [False] * turns.REFUSALS + [True] * turns.REFUSALS
+        names = [str(at) for at in range(3 * turns.REFUSALS)]
+        for name in names:
+            these.hold(Client(name, clock, log))
+        these._end_window()
+        assert log == names[: turns.REFUSALS], "the longest held are the first"
+        these._next()
+        these._end_window()
+        assert log == names, "more of them while nobody waits"
 
     asyncio.run(scenario())
 
@@ -215,3 +246,116 @@ def test_who_comes_knows_how_long_it_would_wait(clock: FakeClock) -> None:
         assert 0.02 < these.behind_s < 0.035  # each takes 0.6 ms
 
     asyncio.run(scenario())
+
+
+# -- connections that are held -------------------------------------------------------------------
+
+
+class Full(Waited):
+    """Refuses /full."""
+
+    def accept(self, cycle: RequestResponseCycle) -> None:
+        cycle.is_refused = cycle.path == "/full"
+        status = 503 if cycle.is_refused else 200
+        body = b"%.1f" % cycle.connection.waited_s
+        headers = [(b"content-length", b"%d" % len(body))]
+
+        def answer(parts: object) -> None:
+            assert cycle.send_whole(status, headers, body)
+
+        cycle.read_body(answer)
+
+    def refuse(self, error: Exception, cycle: RequestResponseCycle | None) -> Answer:
+        return 400, [], b""
+
+
+class Sluggish(Turns):
+    """Holds every client that is refused, until it is told to go on."""
+
+    def must_hold(self) -> bool:
+        return True
+
+    def hold(self, connection: turns.Reading) -> None:
+        self._held.append(connection)
+
+    def go_on(self) -> None:
+        while self._held:
+            self._held.popleft().release()
+
+
+@asynccontextmanager
+async def listening() -> AsyncIterator[tuple[Listener, Sluggish]]:
+    listener = Listener(Full(), Address("127.0.0.1", 0))
+    await listener.start()
+    listener.turns = sluggish = Sluggish()
+    try:
+        yield listener, sluggish
+    finally:
+        await listener.stop_accepting()
+        listener.close_idle(0)
+
+
+async def read_answer(reader: asyncio.StreamReader) -> tuple[int, bytes]:
+    head = await reader.readuntil(b"\r\n\r\n")
+    length = int(head.partition(b"content-length: ")[2].split(b"\r\n")[0])
+    return int(head.split()[1]), await reader.readexactly(length)
+
+
+async def connect_refused(
+    listener: Listener, more: bytes = b""
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Connect, send a request that is refused, and what is to follow it; read the refusal."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", listener.address.port)
+    writer.write(request("/full") + more)
+    assert await read_answer(reader) == (503, b"0.0")
+    return reader, writer
+
+
+def test_a_client_that_is_held_is_answered_later_in_order_and_knows_how_long_it_waited() -> None:
+    async def scenario() -> None:
+        async with listening() as (listener, sluggish):
+            reader, writer = await connect_refused(listener)
+            writer.write(request("/free") + request("/full") + request("/free"))
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(reader.read(1), 0.3)
+            sluggish.go_on()
+            status, waited = await read_answer(reader)
+            assert (status, float(waited) >= 0.3) == (200, True)
+            assert (await read_answer(reader))[0] == 503
+            sluggish.go_on()
+            assert (await read_answer(reader))[0] == 200
+            await asyncio.sleep(0.02)
+            writer.write(request("/free"))
+            assert await read_answer(reader) == (200, b"0.0")
+            writer.close()
+
+    uvloop.run(scenario())
+
+
+def test_what_comes_long_after_the_release_has_not_waited() -> None:
+    async def scenario() -> None:
+        async with listening() as (listener, sluggish):
+            reader, writer = await connect_refused(listener)
+            await asyncio.sleep(0.2)
+            sluggish.go_on()
+            await asyncio.sleep(0.05)
+            writer.write(request("/free"))
+            assert await read_answer(reader) == (200, b"0.0")
+            writer.close()
+
+    uvloop.run(scenario())
+
+
+def test_a_client_that_leaves_while_it_is_held_is_forgotten() -> None:
+    async def scenario() -> None:
+        async with listening() as (listener, sluggish):
+            for ends in (b"", b"not HTTP\r\n\r\n"):
+                _, writer = await connect_refused(listener, ends)
+                writer.close()
+                await asyncio.sleep(0.05)
+                sluggish.go_on()
+                await asyncio.sleep(0.05)
+            assert listener.busy_count == 0
+            assert listener.close_idle(0) == 0
+
+    uvloop.run(scenario())
