@@ -304,7 +304,8 @@ class DirectReply(CallReply):
             self.calls.answers,
         )
         changes = batcher.changes
-        refused = counts.refused_late if isinstance(error, errors.TooLate) else counts.refused_full
+        is_late = isinstance(error, errors.TooLate)
+        refused = counts.refused_late if is_late else counts.refused_full
 
         def count() -> None:
             refused.inc()
@@ -313,7 +314,6 @@ class DirectReply(CallReply):
             counts.answered(503, 0.0)
             answers.count(503)
 
-        is_late = isinstance(error, errors.TooLate)
         timeout_s = min(self.terms(math.inf, NORMAL)[0], model.config.request_timeout_s)
         self.asked.again = Again(
             self.asked.connection.waited_s,

@@ -24,7 +24,7 @@ from modelyard.serve.dataplane.tracing import trace_id_of
 from modelyard.serve.dataplane.wire import Buffer, Payload
 from modelyard.serve.front.begin import BAD_NAME, BAD_VALUE, Served
 from modelyard.serve.front.begin import Headers as Headers
-from modelyard.serve.http.heads import END, Again, Head, Refusal
+from modelyard.serve.http.heads import END, Again, Head, Heads, Refusal
 
 if TYPE_CHECKING:
     from modelyard.serve.http.listener import Listener
@@ -444,6 +444,13 @@ class RequestResponseCycle:
         )  # fmt: skip
 
 
+def find_known(heads: Heads, data: bytes) -> tuple[Head | None, bytes]:
+    """Return head and body of what came, if it is one request, whole, and its head is known."""
+    known, end, body = data.partition(END)
+    head = heads.get(known)
+    return (head if head is not None and head.length == len(body) and end else None), body
+
+
 def target_of(head: Head) -> str:
     """Return path and query of a request as its client wrote them."""
     query = b"?" + head.query if head.query else b""
@@ -636,9 +643,8 @@ class Connection(asyncio.Protocol):
 
     def _take_known(self, data: bytes, only_refuses: bool = False) -> bool:
         """Take a whole request whose head was parsed before; return whether that is what came."""
-        known, end, body = data.partition(END)
-        head = self.heads.get(known)
-        if head is None or head.length != len(body) or not end or self.parser is None:
+        head, body = find_known(self.heads, data)
+        if head is None or self.parser is None:
             return False
         if head.refusal is not None and self._refuse_again(head):
             return True

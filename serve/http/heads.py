@@ -9,10 +9,11 @@ ask again what cannot be answered now are refused by their head alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from time import monotonic
 from typing import NamedTuple
 
-Headers = list[tuple[bytes, bytes]]
+from modelyard.serve.front.begin import Headers
 
 END = b"\r\n\r\n"
 MOST_HEADS = 512
@@ -58,41 +59,31 @@ class Refusal(NamedTuple):
     """Model and version that the request reached."""
 
 
+@dataclass(slots=True, eq=False)
 class Head:
     """A head, what it says, and how the last request with it was refused.
 
     The lists belong to all its requests: nobody may change them.
     """
 
-    __slots__ = (
-        "coding", "headers", "length", "method", "path", "query", "raw_path", "refusal", "shown",
-        "spelled", "terms",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        method: str,
-        path: str,
-        raw_path: bytes,
-        query: bytes,
-        headers: Headers,
-        spelled: list[bytes],
-        coding: bytes,
-        length: int,
-    ) -> None:
-        self.method = method
-        self.path = path
-        self.raw_path = raw_path
-        self.query = query
-        self.headers = headers
-        self.spelled = spelled
-        self.coding = coding
-        self.length = length
-        self.refusal: Refusal | None = None
-        self.shown: list[bytes] | None = None
-        """What handlers see of `spelled`, once that was asked for."""
-        self.terms: tuple[float, int] | None = None
-        """Time in seconds and class of its requests, once they were read."""
+    method: str
+    path: str
+    """Path, decoded; `raw_path` is as the client wrote it."""
+    raw_path: bytes
+    query: bytes
+    headers: Headers
+    """Headers with names in lower case."""
+    spelled: list[bytes]
+    """Names and values in turn, as the client spelled them."""
+    coding: bytes
+    """Coding of the body, by its Content-Encoding."""
+    length: int
+    """Length of the body; 0 where the head does not say it, as of chunks."""
+    refusal: Refusal | None = None
+    shown: list[bytes] | None = None
+    """What handlers see of `spelled`, once that was asked for."""
+    terms: tuple[float, int] | None = None
+    """Time in seconds and class of its requests, once they were read."""
 
     def find_refusal(self, waited_s: float) -> Refusal | None:
         """Return what a request that waited so long is to be answered at once, if anything."""
@@ -115,12 +106,6 @@ class Heads(dict[bytes, Head]):
     """
 
     refuses_until = 0.0
-
-    def find(self, data: bytes) -> tuple[Head, bytes] | None:
-        """Return head and body of what came, if it is one request, whole, and its head is known."""
-        known, end, body = data.partition(END)
-        head = self.get(known)
-        return (head, body) if head is not None and head.length == len(body) and end else None
 
     def refuse(self, head: Head, refusal: Refusal) -> None:
         """Have the next requests of this head refused likewise."""

@@ -31,6 +31,7 @@ from modelyard.serve.http.connection import (
     Accepts,
     Access,
     Connection,
+    find_known,
     refuse_again,
     unread_s,
 )
@@ -230,7 +231,7 @@ class Listener:
         accepted.setblocking(False)
         with contextlib.suppress(OSError):
             data = accepted.recv(SLICE_BYTES, socket.MSG_PEEK)
-            head, _ = self.heads.find(data) or (None, b"")
+            head, _ = find_known(self.heads, data)
             refusal = head.find_refusal(unread_s(accepted)) if head is not None else None
             if head is None or refusal is None or refusal.keeps_alive:
                 return False
