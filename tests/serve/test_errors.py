@@ -1,7 +1,7 @@
 import inspect
 import json
-from types import SimpleNamespace
 import re
+from types import SimpleNamespace
 
 import pytest
 
