@@ -1,10 +1,11 @@
 """One model by several protocols: what a request costs by each.
 
-    python -m benchmarks.protocols [--rounds 3] [--seconds 3] [--peers DIR]
+    python -m benchmarks.protocols [--rounds 3] [--seconds 3] [--peers DIR] [--bodies]
 
 602 KB through an identity model, by binary REST and by raw gRPC, beside the same bytes through
 `/predictions`; the digits model by REST and gRPC, beside MLServer's and Ray's gRPC where --peers
-names the folder of their environments (peers/README.md). h2load (Debian's nghttp2-client) asks;
+names the folder of their environments (peers/README.md). With --bodies instead: 100 KB to 10 MB as
+request, as answer and as both, one at a time, beside mosec. h2load (Debian's nghttp2-client) asks;
 servers and rows are loaded in turns. Processor time is the figure to compare on a machine that
 others use, too.
 """
@@ -17,6 +18,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import statistics
 import struct
 import subprocess
@@ -24,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +37,7 @@ from benchmarks import procfs
 from benchmarks.archives import PEERS, ROOT, build_bare, build_digits, modelyard, modelyard_json
 from benchmarks.bare import ONE_THREAD
 from modelyard.plugins.grpc.protos import COMPILED, message
+from modelyard.serve.dataplane.worker import SEND_BYTES
 
 LOCAL_RESULTS = ROOT / "benchmarks" / "results" / "local"
 SHAPE = (1, 3, 224, 224)
@@ -54,6 +57,27 @@ ECHO = """\
 def handle(data, context):
     return None if data is None else [row["body"] for row in data]
 """
+SIZES = """\
+KEPT = {}
+
+
+def answer(body):
+    if len(body) > 16:
+        return str(len(body))
+    size = int(body)
+    if size not in KEPT:
+        KEPT[size] = b"x" * size
+    return KEPT[size]
+
+
+def handle(data, context):
+    return None if data is None else [answer(row["body"]) for row in data]
+"""
+"""Answers a long body with its length, a number with as many bytes."""
+BODIES = {"100 KB": 2, "602 KB": 12, "2.4 MB": 48, "10 MB": 200}
+"""Rows of 224 × 56 numbers."""
+MOST_BYTES = 16 << 20
+HUNG_S = 60
 READY_S = 90
 INFER = "/inference.GRPCInferenceService/ModelInfer"
 OCTETS = "content-type: application/octet-stream"
@@ -72,6 +96,9 @@ class Row:
     connections: int
     least: int
     """Bytes of a right answer's body."""
+
+    megabytes: float = 0.0
+    """Size of the request's body and of the answer's together."""
 
     @property
     def is_grpc(self) -> bool:
@@ -113,6 +140,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=int, default=3)
     parser.add_argument("--connections", type=int, default=8, help="of the small requests")
     parser.add_argument("--peers", type=Path, help="folder of the other servers' environments")
+    parser.add_argument("--bodies", action="store_true", help="bodies of 100 KB to 10 MB")
     parser.add_argument("-o", "--output", type=Path, default=LOCAL_RESULTS)
     parser.add_argument("--name", default=time.strftime("%Y-%m-%dT%H%M%S-protocols"))
     given = parser.parse_args()
@@ -121,9 +149,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="modelyard-protocols-") as name, \
             contextlib.ExitStack() as stack:  # fmt: skip
         folder = Path(name)
-        rows = build(folder, given.connections)
+        rows = build_bodies(folder) if given.bodies else build(folder, given.connections)
         servers = [stack.enter_context(ours(folder))]
-        if given.peers is not None:
+        if given.bodies and given.peers is not None:
+            servers.append(stack.enter_context(mosec(given.peers.absolute(), folder)))
+            rows += [replace(row, name=f"{row.name}, mosec", server="mosec", path=MOSEC[row.path])
+                     for row in rows if row.path in MOSEC]  # fmt: skip
+        elif given.peers is not None:
             model = folder / "artifacts" / "digits.onnx"
             for start in (mlserver, ray):
                 servers.append(stack.enter_context(start(given.peers.absolute(), folder, model)))
@@ -138,9 +170,10 @@ def main() -> None:
         ]
     machine = procfs.describe_machine()
     date = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    table = (tabulate_bodies if given.bodies else tabulate)(rows, taken)
     text = (
         f"{machine['cpu']}, {machine['cores']} cores · medians of {given.rounds} round(s) of "
-        f"{given.seconds} s · {date}\n{tabulate(rows, taken)}\n"
+        f"{given.seconds} s · {date}\n{table}\n"
     )
     sys.stdout.write(text)
     given.output.mkdir(parents=True, exist_ok=True)
@@ -151,16 +184,8 @@ def main() -> None:
 
 def build(folder: Path, connections: int) -> list[Row]:
     """Make the archives, and the bodies of requests."""
-    import torch
-
     (digits,) = build_digits(folder, ("onnx",))
-    (folder / "net.py").write_text(NETWORK)
-    torch.save({"weight": torch.ones(1)}, folder / "identity.pt")
-    modelyard("export", folder / "identity.pt", "--model", f"{folder / 'net.py'}:Identity",
-              "--input", f"x:float32[batch=1..8,{','.join(map(str, SHAPE[1:]))}]", "--output", "y",
-              "--format", "torchscript", "-o", folder / "made")  # fmt: skip
-    modelyard("archive", "identity", "--artifact", folder / "made" / "identity.pt", "--handler",
-              "base_handler", "--version", "1.0", "-o", folder / "store")  # fmt: skip
+    build_identity(folder, f"8,{','.join(map(str, SHAPE[1:]))}")
     build_bare(folder, "echo", ECHO, "batchSize: 8\n")
     chance = np.random.default_rng(0)
     large = chance.standard_normal(SHAPE, dtype=np.float32).tobytes()
@@ -174,11 +199,7 @@ def build(folder: Path, connections: int) -> list[Row]:
         ("digits-onnx", "image", [1, 1, 8, 8], small, connections, 40),
     ):
         shown = "602 KB" if model == "identity" else "digits"
-        head = orjson.dumps({
-            "inputs": [{"name": name, "datatype": "FP32", "shape": shape,
-                        "parameters": {"binary_data_size": len(data)}}],
-            "parameters": {"binary_data_output": True},
-        })  # fmt: skip
+        head = tensor_head(name, shape, len(data))
         rest, called = folder / f"{model}.rest", folder / f"{model}.grpc"
         rest.write_bytes(head + data)
         request = message("inference.ModelInferRequest")(model_name=model)
@@ -197,14 +218,66 @@ def build(folder: Path, connections: int) -> list[Row]:
     return rows
 
 
+def build_identity(folder: Path, sizes: str) -> None:
+    """Export and archive a network that answers with its input, of so many rows at most."""
+    import torch
+
+    (folder / "net.py").write_text(NETWORK)
+    torch.save({"weight": torch.ones(1)}, folder / "identity.pt")
+    modelyard("export", folder / "identity.pt", "--model", f"{folder / 'net.py'}:Identity",
+              "--input", f"x:float32[batch=1..{sizes}]", "--output", "y",
+              "--format", "torchscript", "-o", folder / "made")  # fmt: skip
+    modelyard("archive", "identity", "--artifact", folder / "made" / "identity.pt", "--handler",
+              "base_handler", "--version", "1.0", "-o", folder / "store")  # fmt: skip
+
+
+def tensor_head(name: str, shape: Sequence[int], size: int) -> bytes:
+    """Return what stands before so many bytes of a tensor, whose answer is to be bytes, too."""
+    return orjson.dumps({
+        "inputs": [{"name": name, "datatype": "FP32", "shape": shape,
+                    "parameters": {"binary_data_size": size}}],
+        "parameters": {"binary_data_output": True},
+    })  # fmt: skip
+
+
+def build_bodies(folder: Path) -> list[Row]:
+    """Make the archives, and bodies of each size as request, as answer and as both."""
+    build_identity(folder, "8,rows=2..200,224,56")
+    build_bare(folder, "echo", ECHO, "batchSize: 8\n")
+    build_bare(folder, "sizes", SIZES, "batchSize: 8\n")
+    rows = []
+    for name, count in BODIES.items():
+        size = count * 224 * 56 * 4
+        plain, number, rest = (folder / f"{count}.{end}" for end in ("body", "number", "rest"))
+        plain.write_bytes(data := bytes(size))
+        number.write_text(f"{size}")
+        head = tensor_head("x", [1, count, 224, 56], size)
+        rest.write_bytes(head + data)
+        length = f"inference-header-content-length: {len(head)}"
+        for way, path, body, headers, least in (
+            ("request", "/predictions/sizes", plain, (OCTETS,), 6),
+            ("answer", "/predictions/sizes", number, (OCTETS,), size),
+            ("both", "/predictions/echo", plain, (OCTETS,), size),
+            ("both, binary OIP", "/v2/models/identity/infer", rest, (OCTETS, length), size),
+        ):
+            moved = (body.stat().st_size + least) / 1e6
+            rows.append(Row(f"{name} {way}", "modelyard", path, body, headers, 4, least, moved))
+    return rows
+
+
+MOSEC = {"/predictions/sizes": "/sizes", "/predictions/echo": "/echo"}
+"""Paths here → those of `peers/bodies_mosec.py`."""
+
+
 @contextlib.contextmanager
 def ours(folder: Path) -> Iterator[Server]:
     """Serve the three archives, a worker each."""
-    state = folder / "state"
+    state, config = folder / "state", folder / "server.yaml"
+    config.write_text(f"max_request_bytes: {MOST_BYTES}\n")
     about = modelyard_json(
         "serve", "start", "--model-store", folder / "store", "--models", "ALL", "--workers", "1",
         "--state-dir", state, "--device", "cpu", "--port", "0", "--management-port", "0",
-        "--metrics-port", "0", "--grpc-port", "0",
+        "--metrics-port", "0", "--grpc-port", "0", "--config", config,
     )  # fmt: skip
     grpc = about["faces"]["grpc"].replace("grpc://", "http://")
     try:
@@ -234,10 +307,22 @@ def ray(envs: Path, folder: Path, model: Path) -> contextlib.AbstractContextMana
     return _peer("ray", [bin / "python", PEERS / "grpc_ray.py"], bin, work, model, 18710)
 
 
+def mosec(envs: Path, folder: Path) -> contextlib.AbstractContextManager[Server]:
+    """Serve bytes by mosec."""
+    bin, work = envs / "mosec" / "bin", folder / "mosec"
+    work.mkdir()
+    first = Row("", "", "/sizes", folder / "2.body", (OCTETS,), 1, 6)
+    command = [bin / "python", PEERS / "bodies_mosec.py"]
+    return _peer("mosec", command, bin, work, folder, 18720, first)
+
+
 @contextlib.contextmanager
 def _peer(
-    name: str, command: Sequence[str | Path], bin: Path, work: Path, model: Path, port: int
-) -> Iterator[Server]:
+    name: str, command: Sequence[str | Path], bin: Path, work: Path, model: Path, port: int,
+    first: Row | None = None,
+) -> Iterator[Server]:  # fmt: skip
+    if first is None:
+        first = Row("", "", INFER, work.parent / "digits-onnx.grpc", GRPC, 1, 40)
     environment = {
         **os.environ, **ONE_THREAD, "PATH": f"{bin}:{os.environ['PATH']}",
         "PYTHONPATH": str(PEERS), "BENCH_MODEL": str(model), "BENCH_PORT": str(port),
@@ -250,7 +335,7 @@ def _peer(
             start_new_session=True,
         )  # fmt: skip
     try:
-        _wait(port, process, work / "server.log")
+        _wait(first, port, process, work / "server.log")
         yield Server(name, f"http://127.0.0.1:{port}", process.pid)
     finally:
         pids = procfs.descendants(process.pid)
@@ -263,10 +348,8 @@ def _peer(
         process.wait()
 
 
-def _wait(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
+def _wait(row: Row, port: int, process: subprocess.Popen[bytes], log: Path) -> None:
     until = time.monotonic() + READY_S
-    body = log.parent.parent / "digits-onnx.grpc"
-    row = Row("", "", INFER, body, GRPC, 1, 40)
     while True:
         with contextlib.suppress(RuntimeError):
             ask(row, f"http://127.0.0.1:{port}", "-n", "1")
@@ -285,11 +368,12 @@ def ask(row: Row, url: str, *options: str) -> int:
     headers = [part for header in row.headers for part in ("-H", header)]
     command = ["h2load", *([] if row.is_grpc else ["--h1"]), "-c", str(row.connections), "-m", "1",
                "-d", str(row.body), *headers, *options, url + row.path]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HUNG_S)
     counts = re.search(r"(\d+) succeeded, (\d+) failed, (\d+) errored", done.stdout)
     data = re.search(r"\((\d+)\) data", done.stdout)
     count = int(counts[1]) if counts else 0
-    if counts is None or data is None or not count or int(data[1]) < 0.98 * count * row.least:
+    failed = counts is None or counts[2] != "0" or counts[3] != "0"
+    if failed or data is None or not count or int(data[1]) < 0.98 * count * row.least:
         raise RuntimeError(f"{row.name}: {done.stdout[-600:]}{done.stderr[-600:]}")
     return count
 
@@ -349,6 +433,60 @@ def tabulate(rows: Sequence[Row], taken: Sequence[Measured]) -> str:
             lines.append(
                 f"  {one} / {other}: {found:.2f} (goal {goal:g}); by processor time {cost:.2f}"
             )
+    return "\n".join(lines)
+
+
+def hop_ms(size: int, is_shared: bool, moved: int = 1 << 29) -> float:
+    """Return the processor time of both ends, for each MB that goes from process to process.
+
+    Args:
+        size: bytes of one body.
+        is_shared: through memory that both have, copied out of it once, instead of a socket pair
+            as between server and worker.
+        moved: bytes of all bodies.
+    """
+    body, taken = os.urandom(1 << 16) * (size >> 16), bytearray(size >> 16 << 16)
+    times = moved // len(body)
+    before = sum(os.times()[:4])
+    if is_shared:
+        for _ in range(times):
+            memoryview(taken)[:] = body
+    else:
+        ours, theirs = socket.socketpair()
+        for end in (ours, theirs):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
+        if (child := os.fork()) == 0:
+            for _ in range(times):
+                theirs.recv_into(taken, 0, socket.MSG_WAITALL)
+                theirs.send(b"x")
+            os._exit(0)
+        for _ in range(times):
+            ours.sendall(body)
+            ours.recv(1)
+        os.waitpid(child, 0)
+    return (sum(os.times()[:4]) - before) / times / len(body) * 1e9
+
+
+def tabulate_bodies(rows: Sequence[Row], taken: Sequence[Measured]) -> str:
+    """Return medians: what a request costs, and what a megabyte of it, both ways counted."""
+    columns = ("rate", "server ms", "workers ms", "client ms", "ms/MB", "others")
+    lines = [f"{'':32}" + "".join(f"{column:>11}" for column in columns)]
+    for row in rows:
+        own = [each for each in taken if each.row == row.name]
+        rate, *each_us, others = (
+            statistics.median(of)
+            for of in zip(*(tuple(asdict(one).values())[1:] for one in own), strict=True)
+        )
+        server, workers, client = (us / 1e3 for us in each_us)
+        values = rate, server, workers, client, (server + workers) / row.megabytes, others
+        places = 1, 3, 3, 3, 2, 2
+        lines.append(f"{row.name:32}" + "".join(
+            f"{value:11,.{place}f}" for value, place in zip(values, places, strict=True)
+        ))  # fmt: skip
+    lines.append("from process to process alone, ms/MB: by a socket pair, by shared memory")
+    for name, count in BODIES.items():
+        pair, shared = (hop_ms(count * 224 * 56 * 4, is_shared) for is_shared in (False, True))
+        lines.append(f"{name:32}{pair:11.2f}{shared:11.2f}")
     return "\n".join(lines)
 
 
