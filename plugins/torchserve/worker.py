@@ -37,16 +37,14 @@ def choose_rules(message: Mapping[str, Any]) -> codec.Rules:
     )
 
 
-def encode(output: object, allow_nan: bool = True) -> tuple[bytes, str | None]:
+def encode(output: object, allow_nan: bool = True) -> tuple[bytes | bytearray, str | None]:
     """Return the bytes of one value as TorchServe writes it; the client guesses what is not JSON.
 
     Raises:
         TypeError, ValueError, RecursionError: JSON has no such value.
     """
-    if isinstance(output, str):
-        return str.encode(output), None
-    if isinstance(output, (bytes, bytearray)):
-        return b"".join((output,)), None
+    if isinstance(output, (str, bytes, bytearray)):
+        return codec.encode(output)[0], None
     torch = sys.modules.get("torch")  # who has a tensor has imported it
     if torch and isinstance(output, torch.Tensor):
         saved = io.BytesIO()

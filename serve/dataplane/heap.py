@@ -20,6 +20,10 @@ _ENVIRONMENT = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNAB
 """Variables by which an operator decides."""
 
 
+_make_room = ctypes.pythonapi.PyByteArray_FromStringAndSize
+_make_room.argtypes, _make_room.restype = (ctypes.c_char_p, ctypes.c_ssize_t), ctypes.py_object
+
+
 def _find(name: str) -> Callable[..., int] | None:
     """Return a function of glibc's; other C libraries decide for themselves."""
     found: Any = getattr(ctypes.CDLL(None), name, None)
@@ -31,6 +35,12 @@ def keep_freed(most: int = KEPT_BYTES) -> None:
     if (mallopt := _find("mallopt")) and not any(name in os.environ for name in _ENVIRONMENT):
         mallopt(_MMAP_THRESHOLD, min(most, LONGEST_BYTES))
         mallopt(_TRIM_THRESHOLD, most)
+
+
+def make_room(size: int) -> bytearray:
+    """Return that many bytes of any value, all of which are to be overwritten: none are zeroed."""
+    room: bytearray = _make_room(None, size)
+    return room
 
 
 def trim() -> None:

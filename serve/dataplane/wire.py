@@ -25,8 +25,11 @@ import json
 import signal
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from time import monotonic
 from typing import Any, NamedTuple
+
+from modelyard.serve.dataplane.heap import make_room
 
 PROTOCOL = 4
 """Version of this format; a worker's READY says it."""
@@ -36,7 +39,9 @@ HEAD = struct.Struct("<IHHIIIII")
 PART = struct.Struct("<II")
 
 RECEIVE_BYTES = 1 << 18
-"""Size of one receive. A payload of which more is missing is received in its own place."""
+"""Size of one receive."""
+LONG_BYTES = 1 << 15
+"""Size from which a payload is received in its own place, and sent without joining it to others."""
 MAX_ITEMS = 4096
 """Items in one frame; more is a broken or hostile peer."""
 FRAME_BYTES = 1 << 23
@@ -142,13 +147,15 @@ class Item(NamedTuple):
 class Frame:
     """Collects the items of one frame as buffers; payloads are not copied or joined."""
 
-    __slots__ = ("_bytes", "_count", "_heads", "_payloads")
+    __slots__ = ("_cuts", "_heads", "_payloads", "_size")
 
     def __init__(self) -> None:
-        self._bytes = 0
-        self._count = 0
         self._heads: list[bytes] = []
         self._payloads: list[Buffer] = []
+        self._cuts: list[tuple[int, int]] = [(0, 0)]
+        """Heads and payloads before each of the frames that it is split into."""
+        self._size = 0
+        """Bytes of the last of them."""
 
     def add(
         self,
@@ -162,57 +169,38 @@ class Frame:
         batch_us: int = 0,
     ) -> None:
         """Add one item; its body may come in several parts."""
-        if len(parts) == 1:
-            length = len(parts[0])
-        else:
-            parts = [part for part in parts if part]
-            length = sum(map(len, parts))
-        self._bytes += len(meta) + length
-        self._count += 1
+        length = len(parts[0]) if len(parts) == 1 else sum(map(len, parts))
+        size = len(meta) + length
+        if self._size + size > FRAME_BYTES and id and self._heads:
+            self._cuts.append((len(self._heads), len(self._payloads)))
+            self._size = 0
+        self._size += size
         self._heads.append(
             HEAD.pack(id, code, flags, queue_us, handler_us, batch_us, len(meta), length)
         )
         self._payloads.append(meta)
         if length:
-            self._payloads += parts  # none of them empty: `split` goes by lengths
+            self._payloads += parts
 
     def __len__(self) -> int:
-        return self._count
+        return len(self._heads)
 
     def buffers(self) -> list[Buffer]:
         """Return the frame's buffers in the order in which they are sent."""
-        return [COUNT.pack(self._count), *self._heads, *self._payloads]
+        return [COUNT.pack(len(self._heads)), *self._heads, *self._payloads]
 
     def split(self) -> Iterator[list[Buffer]]:
         """Yield the buffers of the frame, or of the frames of `FRAME_BYTES` that it is sent as.
 
         A control item goes with the item before it.
         """
-        if self._bytes <= FRAME_BYTES or self._count == 1:
-            yield self.buffers()
-            return
-        payloads = iter(self._payloads)
-        heads: list[bytes] = []
-        held: list[Buffer] = []
-        size = 0
-        for head in self._heads:
-            id, *_, meta_length, body_length = HEAD.unpack(head)
-            length = meta_length + body_length
-            if heads and id and size + length > FRAME_BYTES:
-                yield [COUNT.pack(len(heads)), _mark_partial(heads[0]), *heads[1:], *held]
-                heads, held, size = [], [], 0
-            heads.append(head)
-            held.append(next(payloads))
-            size += length
-            while body_length > 0:
-                held.append(part := next(payloads))
-                body_length -= len(part)
-        yield [COUNT.pack(len(heads)), *heads, *held]
-
-
-def _mark_partial(head: bytes) -> bytes:
-    id, code, flags, *rest = HEAD.unpack(head)
-    return HEAD.pack(id, code, flags | PARTIAL, *rest)
+        count = len(self._heads)
+        for (first, start), (last, end) in pairwise([*self._cuts, (count, len(self._payloads))]):
+            heads = self._heads[first:last]
+            if last < count:
+                id, code, flags, *rest = HEAD.unpack(heads[0])
+                heads[0] = HEAD.pack(id, code, flags | PARTIAL, *rest)
+            yield [COUNT.pack(len(heads)), *heads, *self._payloads[start:end]]
 
 
 def now_us() -> int:
@@ -309,11 +297,32 @@ class Decoder:
         """The beginning of a frame: up to a part of its heads, or one that waits."""
         self._begun: _Begun | None = None
         """A frame whose heads are there."""
+        self._buffer = memoryview(bytearray(RECEIVE_BYTES))
+        self.is_direct = False
+        """Whether `buffer` is a payload's own place."""
 
     @property
     def room(self) -> memoryview | None:
         """Where the next bytes belong; None outside of a payload."""
         return self._begun.room if self._begun is not None else None
+
+    def buffer(self) -> memoryview:
+        """Return where to receive next: a long payload in its own place."""
+        room = self.room
+        self.is_direct = room is not None and len(room) >= LONG_BYTES
+        return room if room is not None and self.is_direct else self._buffer
+
+    def received(self, count: int) -> list[list[Item]]:
+        """Return the frames that so many bytes in `buffer` complete, in order.
+
+        Raises:
+            WireError: the bytes are not a frame or exceed a limit.
+        """
+        return self.filled(count) if self.is_direct else self.feed(self._buffer[:count])
+
+    def forget(self) -> None:
+        """Give memory back: nothing comes any more."""
+        self._begun, self._buffer = None, memoryview(b"")
 
     def filled(self, count: int) -> list[list[Item]]:
         """Take note of so many bytes in `room`; return the frame that they complete."""
@@ -322,10 +331,10 @@ class Decoder:
         if not begun.advance(count):
             return []
         self._begun = None
-        return [begun.items]
+        return [begun.finish()]
 
-    def feed(self, data: bytes) -> list[list[Item]]:
-        """Return the frames that `data` completes, in order.
+    def feed(self, data: Buffer) -> list[list[Item]]:
+        """Return the frames that `data` completes, in order; nothing of it is kept.
 
         Raises:
             WireError: the bytes are not a frame or exceed a limit.
@@ -333,29 +342,30 @@ class Decoder:
         frames, start = [], 0
         if self._begun is not None:
             start = self._begun.take(data, 0)
-            if not self._begun.is_whole:
+            if self._begun.room:
                 return []
-            frames.append(self._begun.items)
+            frames.append(self._begun.finish())
             self._begun = None
         elif self._pending:
-            data = self._pending + data
+            data = b"".join((self._pending, data))
             self._pending = b""
         end = len(data)
         while start < end:
             found = self._heads(data, start)
             if found is None:
-                self._pending = data[start:]
+                self._pending = bytes(data[start:])
                 break
             heads, size = found
             at = start + COUNT.size + len(heads) * HEAD.size
             if end - at < size:
                 if not self._may_begin(size):
-                    self._pending = data[start:]
+                    self._pending = bytes(data[start:])
                     break
                 self._begun = _Begun(heads)
                 self._begun.take(data, at)
                 break
             items = []
+            data = bytes(data)
             for id, code, flags, queue_us, handler_us, batch_us, meta_length, length in heads:
                 body_at = at + meta_length
                 start = body_at + length
@@ -365,7 +375,7 @@ class Decoder:
             frames.append(items)
         return frames
 
-    def _heads(self, data: bytes, start: int) -> tuple[list[tuple[int, ...]], int] | None:
+    def _heads(self, data: Buffer, start: int) -> tuple[list[tuple[int, ...]], int] | None:
         """Return heads and size of the frame at `start`, None where they are not there yet."""
         at = start + COUNT.size
         if len(data) < at:
@@ -392,56 +402,37 @@ class _Begun:
     """A frame whose payloads come in pieces.
 
     Attributes:
-        items: what is whole of it.
-        room: where the next bytes belong.
-        is_whole: whether all is there.
+        room: where the next bytes belong; empty once all is there.
     """
 
     def __init__(self, heads: list[tuple[int, ...]]) -> None:
-        self.items: list[Item] = []
-        self.is_whole = False
         self._heads = heads
-        self._meta: bytes | None = None
-        """Head of the item that comes, once it is there."""
-        self._payload = bytearray()
-        self.room = memoryview(self._payload)
-        self._open()
-
-    def _open(self) -> None:
-        """Make room for the next payload, passing over those of no bytes."""
-        while not self.is_whole:
-            head = self._heads[len(self.items)]
-            self._payload = bytearray(head[-2] if self._meta is None else head[-1])
-            self.room = memoryview(self._payload)
-            if self._payload:
-                return
-            self._close()
-
-    def _close(self) -> None:
-        """Take the payload that has come."""
-        self.room.release()
-        if self._meta is None:
-            self._meta = bytes(self._payload)
-            return
-        id, code, flags, *times, _, _ = self._heads[len(self.items)]
-        self.items.append(Item(id, code, flags, self._meta, self._payload, *times))
-        self._meta = None
-        self.is_whole = len(self.items) == len(self._heads)
+        self._payloads = [make_room(length) for head in heads for length in head[-2:]]
+        self._rooms = (memoryview(payload) for payload in self._payloads if payload)
+        self.room = next(self._rooms)
 
     def advance(self, count: int) -> bool:
         """Take note of so many bytes in `room`, and return whether all is there."""
-        self.room = self.room[count:]
-        if not self.room:
-            self._close()
-            self._open()
-        return self.is_whole
+        self.room = self.room[count:] or next(self._rooms, self.room[:0])
+        return not self.room
 
-    def take(self, data: bytes, start: int) -> int:
+    def take(self, data: Buffer, start: int) -> int:
         """Copy what belongs here of `data` from `start`; return where that ends."""
         source = memoryview(data)
-        while not self.is_whole and start < len(data):
+        while self.room and start < len(data):
             count = min(len(self.room), len(data) - start)
             self.room[:count] = source[start : start + count]
             start += count
             self.advance(count)
         return start
+
+    def finish(self) -> list[Item]:
+        """Return the items, all of whose bytes have come."""
+        self.room = memoryview(b"")  # who gets a body may change its size
+        metas, bodies = self._payloads[::2], self._payloads[1::2]
+        return [
+            Item(id, code, flags, bytes(meta), body, *times)
+            for (id, code, flags, *times, _, _), meta, body in zip(
+                self._heads, metas, bodies, strict=True
+            )
+        ]

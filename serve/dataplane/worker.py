@@ -203,8 +203,6 @@ class Worker(asyncio.BufferedProtocol):
         self._decoder = decoder_of_answers(pool.plan.max_answer_bytes, self._share.take)
         self._partial = (PREDICT, 0)
         """Kind and number of the replies of a batch whose others come in the next frame."""
-        self._buffer = memoryview(b"")
-        self._is_in_room = False
         self._transport: asyncio.Transport | None = None
         self._process: ChildProcess | None = None
         """What the server knows of it: the reaper of the process that runs the handler."""
@@ -350,20 +348,14 @@ class Worker(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the transport."""
         self._transport = cast(asyncio.Transport, transport)
-        self._buffer = memoryview(bytearray(wire.RECEIVE_BYTES))
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Return where the next bytes go: a long answer straight into its own place."""
-        room = self._decoder.room
-        self._is_in_room = room is not None and len(room) >= wire.RECEIVE_BYTES
-        return room if room is not None and self._is_in_room else self._buffer
+        return self._decoder.buffer()
 
     def buffer_updated(self, nbytes: int) -> None:
         """Take replies and control messages; a worker that talks nonsense is ended."""
-        if self._is_in_room:
-            self._read(partial(self._decoder.filled, nbytes))
-        else:
-            self._read(partial(self._decoder.feed, bytes(self._buffer[:nbytes])))
+        self._read(partial(self._decoder.received, nbytes))
 
     def _read(self, receive: Callable[[], list[list[wire.Item]]]) -> None:
         try:
@@ -404,7 +396,7 @@ class Worker(asyncio.BufferedProtocol):
     def connection_lost(self, error: Exception | None) -> None:
         """End the process, if it still runs; how it ended decides over what it held."""
         self._share.close()
-        self._buffer = memoryview(b"")  # the rest stays until Python looks for cycles
+        self._decoder.forget()  # this stays until Python looks for cycles
         self.is_ready = False
         assert self._process is not None
         if self._has_exited:
@@ -621,23 +613,21 @@ class Worker(asyncio.BufferedProtocol):
         """Send the jobs in one frame; `_replies` answers them, or the pool if it dies."""
         if self._aside:
             self._give_way()
-        is_next, rows, ids = bool(self.flight), 0, []
+        is_next, rows = bool(self.flight), 0
+        frame, now_us = wire.Frame(), wire.now_us()
         for job in jobs:
             rows += job.rows
-            self._next_id = self._next_id % 0xFFFFFFFF + 1
-            self.flight[self._next_id] = job
+            id = self._next_id = self._next_id % 0xFFFFFFFF + 1
+            self.flight[id] = job
             self.held[job.kind] += job.rows
-            ids.append(self._next_id)
-        if not is_next:
-            self.busy_since = self.began_at = self._pool.clock.read(monotonic())
-            self.running = rows
-        assert self._transport is not None
-        frame, now_us = wire.Frame(), wire.now_us()
-        for id, job in zip(ids, jobs, strict=True):
             flags = job.flags
             flags |= wire.EXPLAIN if job.kind == EXPLAIN else 0
             flags |= wire.ALONE if job.retried else 0
             frame.add(id, job.rows, flags, job.head, job.parts, now_us)
+        if not is_next:
+            self.busy_since = self.began_at = self._pool.clock.read(monotonic())
+            self.running = rows
+        assert self._transport is not None
         self._transport.writelines(frame.buffers())
 
     def rest_s(self, now: float) -> float:

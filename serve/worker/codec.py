@@ -219,12 +219,10 @@ def _decode_value(media_type: str, body: wire.Payload, read_json: ReadJson | Non
 
     What cannot be decoded stays a bytearray.
     """
-    if read_json is None:
-        return body if isinstance(body, bytearray) else bytearray(body)
     try:
-        if media_type == "application/json":
+        if read_json is not None and media_type == "application/json":
             return read_json(body)
-        if media_type.startswith("text"):
+        if read_json is not None and media_type.startswith("text"):
             return body.decode("utf-8")
     except (ValueError, RecursionError) as error:
         logger.warning("a body of type %s cannot be decoded: %s", media_type, error)
@@ -245,7 +243,7 @@ class Answer(NamedTuple):
 
     status: int
     headers: dict[str, str]
-    body: bytes
+    body: wire.Payload
     flags: int = 0
 
 
@@ -348,7 +346,7 @@ def compressed(answer: Answer, request: Request) -> Answer:
     return answer._replace(headers={**answer.headers, **sent}, body=body)
 
 
-def encode_value(output: object, rules: Rules) -> tuple[bytes, dict[str, str]]:
+def encode_value(output: object, rules: Rules) -> tuple[wire.Payload, dict[str, str]]:
     """Turn a value of the handler into bytes, and the header that says their type.
 
     Raises:
@@ -369,7 +367,7 @@ def encode_value(output: object, rules: Rules) -> tuple[bytes, dict[str, str]]:
     return body, {"content-type": content_type} if content_type else {}
 
 
-def encode(output: object) -> tuple[bytes, str]:
+def encode(output: object) -> tuple[wire.Payload, str]:
     """Return the bytes and the content type of one value.
 
     Plain bytes, whatever an author's class says of itself: the frame's lengths must be true.
@@ -380,7 +378,9 @@ def encode(output: object) -> tuple[bytes, str]:
     if isinstance(output, str):
         return str.encode(output), TEXT
     if isinstance(output, (bytes, bytearray)):
-        return b"".join((output,)), BYTES
+        # An author's class goes; what has none is not copied.
+        plain = type(output) in (bytes, bytearray)
+        return output if plain else b"".join((output,)), BYTES
     return _to_json(output), JSON
 
 
@@ -456,7 +456,7 @@ class Rules:
 
     read_json: ReadJson | None = parse_strictly
     """None leaves bodies as they come."""
-    encode: Callable[[object], tuple[bytes, str | None]] = encode
+    encode: Callable[[object], tuple[wire.Payload, str | None]] = encode
     """A value → bytes and content type; raises what JSON libraries raise."""
     explain_error: Callable[[BaseException], Refusal] = explain_error
     explain_undecodable: Callable[[BaseException], Refusal] = explain_error

@@ -56,7 +56,6 @@ class Reader:
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
         self._decoder = wire.Decoder(MAX_BODY)
-        self._buffer = memoryview(bytearray(wire.RECEIVE_BYTES))
         self._frames: deque[list[wire.Item]] = deque()
         self.poll_s = 0.0
         """How long `read_arrived` looks for a frame before it sleeps, after a wait as short."""
@@ -97,7 +96,7 @@ class Reader:
     def poll(self) -> None:
         """Take what has arrived, without waiting, and keep it for the next read."""
         try:
-            while self._receive(socket.MSG_DONTWAIT) >= wire.RECEIVE_BYTES:
+            while self._receive(socket.MSG_DONTWAIT):
                 pass
         except BlockingIOError:
             return
@@ -108,8 +107,11 @@ class Reader:
         To wake a process on an idle core takes longer than a small model. Under load a worker is
         not idle, and others that want its core get it.
         """
+        if self._decoder.room is not None:  # the rest of a body: a wait of another kind
+            self._receive(0)
+            return
         began = perf_counter()
-        if self._was_short and self._decoder.room is None:  # a long body is waited for, in pieces
+        if self._was_short:
             while perf_counter() - began < self.poll_s:
                 try:
                     self._receive(socket.MSG_DONTWAIT)
@@ -119,15 +121,13 @@ class Reader:
         self._receive(0)
         self._was_short = perf_counter() - began < self.poll_s
 
-    def _receive(self, flags: int) -> int:
-        """Receive once, a long body into its own place; return how many bytes came."""
-        room = self._decoder.room
-        if room is not None and len(room) >= wire.RECEIVE_BYTES:
-            count = self.connection.recv_into(room, 0, flags)
-            frames = self._decoder.filled(count)
-        else:
-            count = self.connection.recv_into(self._buffer, 0, flags)
-            frames = self._decoder.feed(bytes(self._buffer[:count]))
+    def _receive(self, flags: int) -> bool:
+        """Receive once, a long body into its own place; return whether more may have arrived."""
+        buffer = self._decoder.buffer()
+        if self._decoder.is_direct and not flags:
+            flags = socket.MSG_WAITALL
+        count = self.connection.recv_into(buffer, 0, flags)
+        frames = self._decoder.received(count)
         if not count:
             raise EOFError
         for frame in frames:
@@ -135,12 +135,12 @@ class Reader:
                 self.cancelled.update(wire.decode_control(frame[0])["ids"])
             else:
                 self._frames.append(frame)
-        return count
+        return count == len(buffer)
 
     def send(self, frame: wire.Frame) -> None:
         """Send a frame; a long one without joining its buffers first, and maybe as several."""
         for buffers in frame.split():
-            if sum(map(len, buffers)) <= wire.RECEIVE_BYTES:
+            if sum(map(len, buffers)) <= wire.LONG_BYTES:
                 self.connection.sendall(b"".join(buffers))
                 continue
             for start in range(0, len(buffers), MOST_BUFFERS):

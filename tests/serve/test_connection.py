@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -325,6 +327,23 @@ def test_what_is_answered(pieces: tuple[bytes, ...], answer: bytes) -> None:
         assert await served.exchange(pieces, len(answer)) == answer
 
     run(scenario)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_long_body_is_the_same_however_it_is_split(seed: int) -> None:
+    rng = random.Random(seed)
+    bodies = [rng.randbytes(size) for size in rng.sample((0, 100, 70_000, 300_000, 900_000), 5)]
+    sent = b"".join(post(b"/e", body) for body in bodies)
+    answer = b"".join(ok(b"POST /e " + body) for body in bodies)
+    cuts = sorted(rng.randrange(len(sent)) for _ in range(12))
+    pieces = [sent[start:end] for start, end in pairwise([0, *cuts, len(sent)])]
+
+    async def scenario(served: Served) -> None:
+        for parts in ([sent], pieces):
+            assert await served.exchange(parts, len(answer)) == answer
+        assert served.budget.bodies == 0
+
+    run(scenario, Settings(max_request_bytes=1_000_000))
 
 
 def test_a_pace_is_slow_that_keeps_less_than_its_rate_over_its_time() -> None:

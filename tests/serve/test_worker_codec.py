@@ -11,7 +11,7 @@ import pytest
 from modelyard.handlers.body import parse_strictly
 from modelyard.handlers.errors import BadInput
 from modelyard.serve.dataplane import wire
-from modelyard.serve.worker.codec import ReadJson, Request
+from modelyard.serve.worker.codec import ReadJson, Request, encode
 
 PNG = b"\x89PNG\r\n\x1a\n\0\xff"
 
@@ -368,3 +368,14 @@ def test_a_field_of_20_mb_is_taken_as_it_is() -> None:
     content = b"x" * 20_000_000
     row = decode(part("data", content) + b"--B--\r\n", MULTIPART).row
     assert row == {"data": content}
+
+
+def test_an_answer_of_plain_bytes_is_not_copied_and_an_authors_class_is_left_behind() -> None:
+    class Mine(bytearray):
+        def __len__(self) -> int:
+            return 1
+
+    for plain in (b"abc", bytearray(b"abc")):
+        assert encode(plain)[0] is plain
+    body, kind = encode(Mine(b"abc"))
+    assert (type(body), body, kind) == (bytes, b"abc", "application/octet-stream")

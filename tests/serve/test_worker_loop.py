@@ -456,10 +456,14 @@ def test_a_worker_looks_only_after_a_short_wait(monkeypatch: pytest.MonkeyPatch)
     )
     control = wire.encode_control(wire.METRICS, {})
 
-    def looked_before(wait_s: float) -> bool:
+    frame = wire.Frame()
+    frame.add(1, 0, 0, b"", [bytes(wire.RECEIVE_BYTES + wire.LONG_BYTES)])
+    long = b"".join(frame.buffers())
+
+    def looked_before(wait_s: float, sent: bytes = control) -> bool:
         """Return whether the reader looks while it waits so long for a frame."""
         looks.clear()
-        sender = threading.Timer(wait_s, ours.sendall, (control,))
+        sender = threading.Timer(wait_s, ours.sendall, (sent,))
         sender.start()
         assert len(reader.read_arrived(must_wait=True)) == 1
         sender.join()
@@ -473,7 +477,8 @@ def test_a_worker_looks_only_after_a_short_wait(monkeypatch: pytest.MonkeyPatch)
         assert looked_before(0.05)
         assert looked_before(0.5)
         assert looks[-1] - looks[0] < 0.3, "no longer than it may"
-        assert not looked_before(0.05), "after a long wait"
+        assert not looked_before(0.5, long), "after a long wait"
+        assert not looked_before(0.05), "though the rest of a body came at once"
         assert looked_before(0.05)
 
 
