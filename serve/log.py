@@ -75,11 +75,6 @@ class FileHandler(logging.Handler):
         except Exception:
             self.handleError(record)
 
-    def close(self) -> None:
-        """Wait a short while for the last lines."""
-        self._file.close()
-        super().close()
-
 
 def log_to_stderr(settings: Settings) -> AccessLog | None:
     """Set up logging for the process of a server; return its access log, where it has one.

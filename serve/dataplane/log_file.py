@@ -6,6 +6,7 @@ Threads write them: neither a slow disk nor a reader that has stopped holds up w
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import os
 import queue
@@ -36,6 +37,7 @@ class WriterThread:
         self._waiting: queue.SimpleQueue[tuple[Callable[[], Any], int]] = queue.SimpleQueue()
         self._taken = self._written = self._lost = 0
         threading.Thread(target=self._run, name=name, daemon=True).start()
+        atexit.register(self.finish, lambda: None, CLOSE_S)
 
     def put(self, write: Callable[[bytes], int], data: bytes) -> int:
         """Have lines written; return how many are lost since the last time."""

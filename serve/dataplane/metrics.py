@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from itertools import accumulate, chain, islice
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import psutil
 
@@ -47,17 +47,6 @@ _HELP_ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n"})
 Values = tuple[str, ...]
 
 
-class Exemplar(NamedTuple):
-    """A value of which it is known where it comes from."""
-
-    trace_id: str
-    value: float
-    at: float
-
-    def __str__(self) -> str:
-        return f' # {{trace_id="{self.trace_id}"}} {self.value} {self.at}'
-
-
 class Histogram:
     """One series: observations counted by the first bound that is not below them.
 
@@ -70,8 +59,8 @@ class Histogram:
         self._bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
         self.total = 0.0
-        self.exemplars: dict[int, Exemplar] = {}
-        """Bucket → the latest value that is known where it comes from."""
+        self.exemplars: dict[int, tuple[float, str]] = {}
+        """Bucket → time and text of the latest value that is known where it comes from."""
 
     def observe(self, value: float) -> None:
         """Count a value."""
@@ -93,8 +82,8 @@ class Histogram:
 
     def exemplify(self, value: float, trace_id: str) -> None:
         """Name the trace of a value, which is counted already."""
-        bucket = bisect_left(self._bounds, value)
-        self.exemplars[bucket] = Exemplar(trace_id, value, time.time())
+        bucket, now = bisect_left(self._bounds, value), time.time()
+        self.exemplars[bucket] = now, f' # {{trace_id="{trace_id}"}} {value} {now}'
 
 
 class Count:
@@ -108,11 +97,6 @@ class Count:
     def inc(self, amount: float = 1) -> None:
         """Count up."""
         self.value += amount
-
-
-Read = Callable[[], float | None]
-"""Returns a value; None while there is nothing to expose."""
-Series = Count | Histogram | Read
 
 
 class Family:
@@ -153,10 +137,10 @@ class Family:
             for each in (bounds if few is None else few, bounds)
         ]
         """Place of each bucket, and its label, by whether all are asked for."""
-        self._series: dict[Values, tuple[str, Series]] = {}
+        self._series: dict[Values, tuple[str, Any]] = {}
         """Labels' values → labels as they are written, and the series."""
 
-    def _new(self, values: Values, series: Series) -> Any:
+    def _new(self, values: Values, series: Any) -> Any:
         pairs = zip(self.labels, values, strict=True)
         labels = "".join([f'{label}="{value.translate(_ESCAPES)}",' for label, value in pairs])
         self._series[values] = labels, series
@@ -165,19 +149,15 @@ class Family:
     def count(self, *values: str) -> Count:
         """Return the series of these values, a new one where there is none."""
         known = self._series.get(values)
-        series = known[1] if known else self._new(values, Count())
-        assert isinstance(series, Count)
-        return series
+        return cast(Count, known[1] if known else self._new(values, Count()))
 
     def histogram(self, *values: str) -> Histogram:
         """Return the series of these values, a new one where there is none."""
         known = self._series.get(values)
-        series = known[1] if known else self._new(values, Histogram(self._bounds))
-        assert isinstance(series, Histogram)
-        return series
+        return cast(Histogram, known[1] if known else self._new(values, Histogram(self._bounds)))
 
-    def watch(self, read: Read, *values: str) -> None:
-        """Read the series of these values at each scrape: nothing is kept up to date between."""
+    def watch(self, read: Callable[[], float | None], *values: str) -> None:
+        """Read the series of these values at each scrape; None is not exposed."""
         self._new(values, read)
 
     def forget(self, *first: str) -> None:
@@ -205,9 +185,8 @@ class Family:
             kind = "summary"
         about = self.name if is_open else name
         yield f"# HELP {about} {self._text}\n# TYPE {about} {kind}"
-        last = "" if is_open else self.last
         for labels, series in list(self._series.values()):
-            braced = f"{{{labels[:-1]}{last}}}" if labels else ""
+            braced = f"{{{labels[:-1]}{'' if is_open else self.last}}}" if labels else ""
             if isinstance(series, Histogram):
                 if (counts := list(accumulate(map(float, series.counts))))[-1]:
                     lines = self._buckets(series, counts, labels, has_all, is_open) if shown else ()
@@ -221,12 +200,11 @@ class Family:
     ) -> Iterator[str]:
         """Yield the line of each bucket; as OpenMetrics with the latest value of known origin."""
         start, before = f"{self.name}_bucket{{{labels}", -1
-        end = "}" if is_open else f"{self.last}}}"
         for at, bound in (*self._shown[has_all], (len(counts) - 1, 'le="+Inf"')):
-            line = f"{start}{bound}{end} {counts[at]}"
+            line = f"{start}{bound}{'' if is_open else self.last}}} {counts[at]}"
             if is_open and series.exemplars:
                 of = [each for number, each in series.exemplars.items() if before < number <= at]
-                line += str(max(of, key=lambda each: each.at, default=""))
+                line += max(of, default=(0.0, ""))[1]
                 before = at
             yield line
 
