@@ -319,9 +319,10 @@ def main() -> None:
                         beside = effects[name if is_with else "nothing"][1]()
                         found[is_with] = measure(place, beside, given.rate, given.seconds)
                     pairs.setdefault(name, []).append((found[False], found[True]))
-    cores, words = len(os.sched_getaffinity(0)), {name: effects[name][0] for name in effects}
-    print(f"{cores} cores, {given.rate:g} requests/s, medians of {given.rounds} pairs of "
-          f"{given.seconds:g} s\n{tabulate(pairs, words)}")  # fmt: skip
+                words = {name: effect[0] for name, effect in effects.items()}
+                print(f"{len(os.sched_getaffinity(0))} cores, {given.rate:g} requests/s, medians "
+                      f"of {round + 1} pair(s) of {given.seconds:g} s\n{tabulate(pairs, words)}",
+                      flush=True)  # fmt: skip
 
 
 def tabulate(pairs: dict[str, list[tuple[Half, Half]]], words: dict[str, str]) -> str:
