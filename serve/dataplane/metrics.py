@@ -113,10 +113,8 @@ class Family:
             a count and a sum.
     """
 
-    total = "_total"
-    """End of a counter's name."""
-    last = ""
-    """What stands behind the last label, but in OpenMetrics."""
+    total, last = "_total", ""
+    """End of a counter's name, and what stands behind the last label, but in OpenMetrics."""
 
     def __init__(
         self,
@@ -292,9 +290,9 @@ class Metrics:
             self.add(*about)
         ours, torch = map(installed_version, ("modelyard", "torch"))
         self["build_info"].count(ours, platform.python_version(), torch).inc()
-        own = psutil.Process()
         for kind, name, text, read in OF_PROCESS:
-            self.add(kind, name, (), text, prefix="process_").watch(partial(read, own))
+            family = self.add(kind, name, (), text, prefix="process_")
+            family.watch(partial(read, psutil.Process()))
 
     def add(self, kind: str, name: str, *about: Any, prefix: str = "modelyard_") -> Family:
         """Add a metric, as `Family` describes it."""
@@ -449,8 +447,6 @@ class KindMetrics:
     def counted(self) -> Counted:
         """Return the counts of answers."""
         by_code = self.by_code()
-        return Counted(
-            sum(by_code.values()),
-            sum(count for code, count in by_code.items() if code >= 400),
-            int(self.refused_full.value + self.refused_late.value),
-        )
+        errors = sum(count for code, count in by_code.items() if code >= 400)
+        refused = int(self.refused_full.value + self.refused_late.value)
+        return Counted(sum(by_code.values()), errors, refused)
