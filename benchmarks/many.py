@@ -1,6 +1,7 @@
 """What many small models cost: start, memory, and the start of one more worker.
 
     python -m benchmarks.many [--models 20] [--format onnx] [--rounds 1]
+    python -m benchmarks.many --registered 1000
 
 Serves the digits model under many names, one worker each, and under one.
 It prints
@@ -11,6 +12,10 @@ It prints
     all        PSS of every process
     further    what each model after the first adds to it
     again      from a worker's death to the first answer of the one that takes its place
+
+With `--registered` so many models are registered without a worker, and another one is registered
+and removed as often. It prints what each takes of the server's process, what a scrape of all of
+them does, and the slope of memory while models come and go.
 
 Goals: 20 models ready within 8 s, at most 90 MB for each further one, a worker again within 0.3 s.
 """
@@ -24,6 +29,7 @@ import signal
 import statistics
 import tempfile
 import time
+import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -36,10 +42,12 @@ from benchmarks.archives import (
     ROOT,
     CommandFailed,
     Subject,
+    build_bare,
     build_digits,
     modelyard,
     modelyard_json,
 )
+from benchmarks.rollouts import serving
 from benchmarks.server import ask
 
 LOCAL_RESULTS = ROOT / "benchmarks" / "results" / "local"
@@ -47,6 +55,11 @@ READY_S, FURTHER_MB, AGAIN_S = 8.0, 90.0, 0.3
 GOALS_FOR = 20
 POLL_S, AGAIN_TIMEOUT_S = 0.005, 60.0
 CLIENTS = 8
+SCRAPES = 5
+HANDLER = """\"\"\"Answers at once.\"\"\"
+def handle(data, context):
+    return None if data is None else ["fine"] * len(data)
+"""
 
 
 @dataclass(frozen=True)
@@ -71,7 +84,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("-o", "--output", type=Path, default=LOCAL_RESULTS)
     parser.add_argument("--name", default=time.strftime("%Y-%m-%dT%H%M%S-many"))
+    parser.add_argument("--registered", type=int, help="models without a worker, in place of these")
     given = parser.parse_args()
+    if given.registered:
+        with tempfile.TemporaryDirectory(prefix="modelyard-many-") as name:
+            print(register_many(Path(name), given.registered))
+        return
     if given.models < 2:
         parser.error("--models is below 2; nothing would be compared")
     with tempfile.TemporaryDirectory(prefix="modelyard-many-") as name:
@@ -120,6 +138,52 @@ def measure(subject: Subject, count: int, state_dir: Path) -> Taken:
     finally:
         _stop(pid, state_dir)
     return Taken(count, ready_s, cpu_s, memory[0], sum(memory), again_s)
+
+
+def register_many(folder: Path, count: int) -> str:
+    """Register so many models without a worker, scrape, and let one come and go as often."""
+    store, state = folder / "store", folder / "state"
+    build_bare(folder, "m", HANDLER, "minWorkers: 1\n")
+    lines = []
+    with serving(store, state, "m") as (about, operator, _):
+        pid = int(about["pid"])
+
+        def register(name: str) -> None:
+            (store / f"{name}.mar").hardlink_to(store / "m.mar")
+            operator.ask("POST", "/models", url=f"{name}.mar", model_name=name, initial_workers="0")
+
+        def taken() -> tuple[float, float]:
+            return procfs.cpu_s(pid), procfs.memory(pid).pss_mb
+
+        def scrape() -> bytes:
+            with urllib.request.urlopen(f"{about['metrics']}/metrics", timeout=60) as answer:
+                return bytes(answer.read())
+
+        scrape()
+        cpu_s, pss_mb = taken()
+        for number in range(count):
+            register(f"m{number}")
+        more_s, more_mb = (now - then for now, then in zip(taken(), (cpu_s, pss_mb), strict=True))
+        lines.append(f"{count} registered: {1e3 * more_s / count:.1f} ms of CPU and "
+                     f"{1e3 * more_mb / count:.0f} KB each")  # fmt: skip
+        cpu_s, _ = taken()
+        text = [scrape() for _ in range(SCRAPES)][-1]
+        of_one = text.count(f'model="m{count - 1}",'.encode())
+        lines.append(f"a scrape: {1e3 * (taken()[0] - cpu_s) / SCRAPES:.0f} ms of CPU, "
+                     f"{len(text) / 1e6:.1f} MB, {of_one} series of an idle model")  # fmt: skip
+        points = []
+        for number in range(count):
+            register("comes")
+            operator.ask("DELETE", "/models/comes/1.0")
+            (store / "comes.mar").unlink()
+            if number % max(1, count // 20) == 0:
+                points.append((number, taken()[1]))
+        half = points[len(points) // 2 :]
+        slope, _ = statistics.linear_regression(*zip(*half, strict=True))
+        first, last = points[0][1], points[-1][1]
+        lines.append(f"registered and removed {count} times: {first:.1f} → {last:.1f} MB, "
+                     f"{1e3 * slope:+.2f} KB each time in the second half")  # fmt: skip
+    return "\n".join(lines)
 
 
 def _kill_a_worker(name: str, url: str, subject: Subject, state_dir: Path) -> float:

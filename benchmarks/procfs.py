@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,8 +34,7 @@ class Mapped:
 
 def cpu_s(pid: int) -> float:
     """Return the CPU time of a process so far, all threads, user and system."""
-    times = psutil.Process(pid).cpu_times()
-    return float(times.user + times.system)
+    return time.clock_gettime(~pid << 3 | 2)  # of clock_getcpuclockid(3): to the nanosecond
 
 
 def memory(pid: int) -> Memory:

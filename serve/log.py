@@ -8,7 +8,7 @@ import os
 import re
 
 from modelyard.serve.control.state import StateDir
-from modelyard.serve.dataplane.log_file import Console, LogFile
+from modelyard.serve.dataplane.log_file import Console, LogFile, LogWriter
 from modelyard.serve.http.access import FORMS, AccessLog, Clock, service
 from modelyard.serve.settings import Settings
 
@@ -64,7 +64,7 @@ class JsonFormatter(logging.Formatter):
 class FileHandler(logging.Handler):
     """Writes records to a file that is put aside when it is full."""
 
-    def __init__(self, file: LogFile) -> None:
+    def __init__(self, file: LogWriter) -> None:
         super().__init__()
         self._file = file
 
@@ -93,10 +93,10 @@ def log_to_file(settings: Settings) -> AccessLog | None:
     """
     state, sizes = StateDir(settings.state_dir), (settings.log_bytes, settings.log_keep)
     log = LogFile(state.log_file, *sizes, on_open=lambda opened: os.dup2(opened, 2))
-    _log_to(FileHandler(log), settings)
+    _log_to(FileHandler(LogWriter(log)), settings)
     if not settings.access_log:
         return None
-    return AccessLog(FORMS[settings.log_format](), LogFile(state.access_file, *sizes))
+    return AccessLog(FORMS[settings.log_format](), LogWriter(LogFile(state.access_file, *sizes)))
 
 
 def _log_to(handler: logging.Handler, settings: Settings) -> None:

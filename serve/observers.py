@@ -23,7 +23,7 @@ class Host:
 
     It hears of models by `registry.on_change`, of answers by `pool.on_answer` and a kind's
     `watcher`, decides who answers by `registry.splits`, is remembered by `registry.notes`, and
-    exposes its metrics in `metrics.registry`.
+    exposes its metrics by `metrics.add`.
     """
 
     lifecycle: Lifecycle

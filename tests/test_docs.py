@@ -20,7 +20,6 @@ from typing import NamedTuple
 
 import pytest
 import typer
-from prometheus_client import Metric
 from typer.core import TyperGroup
 
 from modelyard.archiver.untrusted.names import builtin_handlers
@@ -29,6 +28,7 @@ from modelyard.base.plugins import registered
 from modelyard.cli import commands as subcommands
 from modelyard.handlers.explain.attribute.methods import METHODS
 from modelyard.handlers.explain.request.options import ExplainOptions
+from modelyard.serve.dataplane.metrics import Family
 from modelyard.serve.errors import STATUS
 from modelyard.serve.settings import Settings
 from tests import neighbours
@@ -298,14 +298,14 @@ def test_the_errors_table_names_every_status_and_type() -> None:
 
 
 def test_the_metrics_table_names_every_metric_with_its_labels() -> None:
-    def exposed(metric: Metric) -> str:
-        return metric.name + ("_total" if metric.type == "counter" else "")
+    def exposed(metric: Family) -> str:
+        return metric.name + ("_total" if metric.kind == "counter" else "")
 
     documented = {row[0]: (row[1], row[2].split()) for row in rows("metrics.md", "# Metrics")}
     expected = {
-        exposed(family): (family.type, list(metric._labelnames))
-        for metric in all_metrics()
-        for family in metric.describe()
+        exposed(family): (family.kind, list(family.labels))
+        for family in all_metrics()
+        if family.labels
     }
     assert expected.items() <= documented.items()
     if registered("observers"):  # whose metrics are among these

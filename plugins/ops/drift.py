@@ -42,35 +42,35 @@ class Drifts:
     def __init__(self, settings: Settings, metrics: Metrics, models: Registry) -> None:
         self._settings = settings
         self.tell = models.tell
-        registry, part = metrics.registry, (*MODEL, "part")
-        self.explained = Family(
-            registry, COUNTER, "explained_predictions", (*MODEL, "outcome"),
+        part = (*MODEL, "part")
+        self.explained = metrics.add(
+            COUNTER, "explained_predictions", (*MODEL, "outcome"),
             "Predictions drawn to be explained unasked, by what became of them.",
         )  # fmt: skip
-        self.shares = Family(
-            registry, HISTOGRAM, "attribution_share", part,
+        self.shares = metrics.add(
+            HISTOGRAM, "attribution_share", part,
             "Share of a part of the input in the sum of an explanation's absolute attributions.",
             SHARES,
         )  # fmt: skip
-        self.reference = Family(
-            registry, GAUGE, "attribution_reference", part,
+        self.reference = metrics.add(
+            GAUGE, "attribution_reference", part,
             "Mean share of a part in the archive's reference.",
         )  # fmt: skip
-        self.distance = Family(
-            registry, GAUGE, "attribution_drift", MODEL,
+        self.distance = metrics.add(
+            GAUGE, "attribution_drift", MODEL,
             "Total variation distance of the latest shares' means to those of the same classes in "
             "the archive's reference.",
         )  # fmt: skip
-        self.floor = Family(
-            registry, GAUGE, "attribution_drift_floor", MODEL,
+        self.floor = metrics.add(
+            GAUGE, "attribution_drift_floor", MODEL,
             "What the drift is at most while nothing changes, 95 % of the time.",
         )  # fmt: skip
-        self.evidence = Family(
-            registry, GAUGE, "attribution_evidence", MODEL,
+        self.evidence = metrics.add(
+            GAUGE, "attribution_evidence", MODEL,
             "Evidence that reasons are others than the reference's; 1 raises an alarm.",
         )  # fmt: skip
-        self.alarms = Family(
-            registry, COUNTER, "attribution_alarms", part,
+        self.alarms = metrics.add(
+            COUNTER, "attribution_alarms", part,
             "Times at which the shares of a part were shown to have changed.",
         )  # fmt: skip
         self._of: dict[tuple[str, str], Drift] = {}

@@ -156,7 +156,7 @@ class Scrape(Dialect):
         query = parse_qsl(cycle.query.decode("latin-1"))
         names = [value for name, value in query if name == "name[]"]
         headers = [(b"content-type", CONTENT_TYPE.encode())]
-        return 200, headers, self._metrics.text(names).encode()
+        return 200, headers, (await self._metrics.gather(names)).encode()
 
 
 def dialect_answers(

@@ -10,7 +10,7 @@ import shutil
 import socket
 import subprocess
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,8 @@ from modelyard.archiver.untrusted.yaml import parse_yaml
 from modelyard.plugins.torchserve.log_config import MODEL_METRICS, TS_METRICS
 from modelyard.plugins.torchserve.logs import Logs
 from modelyard.plugins.torchserve.settings import TorchServeSettings
-from modelyard.serve.dataplane.exposition import KINDS, Family, HandlerMetrics, Record, text
+from modelyard.serve.dataplane.exposition import HandlerMetrics, Record, Recorded, read_records
+from modelyard.serve.dataplane.metrics import TYPES, Family
 from modelyard.serve.errors import StartError
 
 logger = logging.getLogger(__name__)
@@ -73,7 +74,6 @@ class TorchServeMetrics(HandlerMetrics):
         declared = list(_families(self.model_metrics, ("Hostname",)))
         auto_detect, families = settings.model_metrics_auto_detect, frozenset(self._families)
         super().__init__(hostname, declared, auto_detect, families)
-        self.is_alone = self.mode == "log"
         self._statuses = {each: self._adder(f"Requests{each}XX", {}) for each in (2, 4, 5)}
         self._thread_time = self._adder("WorkerThreadTime", {})
         self._inferences: dict[tuple[str, str | None], Inferences] = {}
@@ -122,11 +122,11 @@ class TorchServeMetrics(HandlerMetrics):
     def _is_exposed(self, name: str) -> bool:
         return self.mode == "prometheus" or (self.mode == "legacy" and name in LEGACY)
 
-    def _values(self, family: Family, labels: Mapping[str, str]) -> tuple[str, ...]:
+    def _values(self, family: Recorded, labels: Mapping[str, str]) -> tuple[str, ...]:
         known = {**self._host, **labels}
         return tuple(known.get(label, "") for label in family.labels)
 
-    def _line(self, family: Family, labels: Mapping[str, str], digits: str) -> str:
+    def _line(self, family: Recorded, labels: Mapping[str, str], digits: str) -> str:
         """Return a line that is made whole by a value and a second."""
         pairs = zip(family.labels, self._values(family, labels), strict=True)
         start, end = self._around(family.name, family.unit, pairs)
@@ -160,9 +160,9 @@ class TorchServeMetrics(HandlerMetrics):
 
     # -- what handlers measure -----------------------------------------------------------------
 
-    def reported(self, records: Iterable[Record], seconds: float) -> None:
+    def reported(self, records: object, seconds: float) -> None:
         """Take what a handler measured in one batch, which its worker had for `seconds`."""
-        for record in records:
+        for record in read_records(records):
             if self.mode == "prometheus":
                 self.record(record)
             elif self._log_record is not None:
@@ -189,17 +189,17 @@ class TorchServeMetrics(HandlerMetrics):
         super().forget(model)
         self._inferences = {key: of for key, of in self._inferences.items() if key[0] != model}
         for family in self._families.values():
-            family.forget("model_name", model)
+            family.forget_label("model_name", model)
 
     # -- the text ------------------------------------------------------------------------------
 
-    def text(self, names: Collection[str] = (), is_open: bool = False) -> str:
-        """Return what is exposed: nothing in log mode, all families of these names otherwise."""
+    def exposed(self, own: Iterable[Family] = ()) -> Iterable[Family]:
+        """Return nothing in log mode, all families that are not logged otherwise."""
         if self.mode == "log":
-            return ""
-        exposed = [family for name, family in self._families.items() if self._is_exposed(name)]
+            return ()
         handlers = self.families.values() if self.mode == "prometheus" else ()
-        return text((*exposed, *handlers), names, is_open)
+        theirs = (family for name, family in self._families.items() if self._is_exposed(name))
+        return (*theirs, *handlers, *own)
 
     # -- the machine ---------------------------------------------------------------------------
 
@@ -257,20 +257,20 @@ def read_config(file: Path) -> dict[str, Any]:
     for section in ("ts_metrics", "model_metrics"):
         for kind, metrics in (config.get(section) or {}).items():
             where = f"{file}: {section}: {kind}: expected"
-            if kind not in KINDS:
-                raise StartError(f"{where} {', '.join(KINDS)}")
+            if kind not in TYPES:
+                raise StartError(f"{where} {', '.join(TYPES)}")
             for metric in metrics or ():
                 if not isinstance(metric, dict) or {"name", "unit", "dimensions"} - metric.keys():
                     raise StartError(f"{where} name, unit and dimensions, got {metric!r}")
     return config
 
 
-def _families(section: Mapping[str, Any], more: tuple[str, ...] = ()) -> Iterable[Family]:
+def _families(section: Mapping[str, Any], more: tuple[str, ...] = ()) -> Iterable[Recorded]:
     for kind, metrics in section.items():
         for metric in metrics or ():
             labels = [str(label) for label in metric["dimensions"]]
             labels += [label for label in more if label not in labels]
-            yield Family(str(metric["name"]), kind, str(metric["unit"]), labels)
+            yield Recorded(str(metric["name"]), kind, str(metric["unit"]), labels)
 
 
 def _gpu_usage() -> list[tuple[float, ...]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import psutil
 from fastapi import APIRouter, Header, Query
@@ -118,6 +118,9 @@ def metrics_routes(metrics: Metrics) -> APIRouter:
     @router.get("/metrics", summary="Metrics", response_class=PlainTextResponse)
     async def read_metrics(
         names: Annotated[list[str], Query(alias="name[]", description="Only these metrics.")] = [],  # noqa: B006 - FastAPI never changes it
+        buckets: Annotated[
+            Literal["few", "all"], Query(description="`all`: those of every histogram.")
+        ] = "few",
         accept: Annotated[str, Header(include_in_schema=False)] = "",
     ) -> PlainTextResponse:
         """Requests, errors, latency, queue time, batch size, workers, and what handlers measure.
@@ -126,7 +129,8 @@ def metrics_routes(metrics: Metrics) -> APIRouter:
         """
         is_open = OPEN_METRICS in accept.lower()
         content_type = OPEN_CONTENT_TYPE if is_open else CONTENT_TYPE
-        return PlainTextResponse(metrics.text(names, is_open), media_type=content_type)
+        text = await metrics.gather(names, is_open, buckets == "all")
+        return PlainTextResponse(text, media_type=content_type)
 
     return router
 

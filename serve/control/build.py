@@ -312,9 +312,9 @@ def expose(model: ModelVersion) -> None:
 
 
 def _watch(metrics: VersionMetrics, batcher: Batcher, pool: Pool, kind: int) -> None:
-    metrics.kinds[kind].watch(
-        lambda: batcher.queued + pool.in_flight(kind), lambda: batcher.oldest_s
-    )
+    watch = metrics.kinds[kind].watch
+    watch("requests_in_flight", lambda: batcher.queued + pool.in_flight(kind))
+    watch("queue_oldest_seconds", lambda: batcher.oldest_s)
 
 
 def without_twin(preload: Preload, archive: Archive, handler: str) -> Preload:

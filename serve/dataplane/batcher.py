@@ -77,7 +77,7 @@ class Batcher:
         """How often room was made: what was refused before may be taken since."""
         self._armed: asyncio.Handle | None = None
         self._timer: asyncio.TimerHandle | None = None
-        metrics.watch_queue(lambda: self._queue.rows)
+        metrics.watch("queue_length", lambda: self._queue.rows)
 
     @property
     def waiting(self) -> int:

@@ -1,4 +1,4 @@
-"""Metrics whose names, labels and values others choose, as Prometheus text.
+"""Metrics whose names, labels and values others choose.
 
 The form is that of TorchServe's Java library, which dashboards were made with: no `_total` is
 added to a counter's name, no `_created` series stands beside it, and every list of labels ends in
@@ -7,12 +7,12 @@ a comma.
 
 from __future__ import annotations
 
-import bisect
 import logging
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from modelyard.serve.dataplane.metrics import GAUGE, HISTOGRAM, TYPES, Family, Values
 from modelyard.serve.dataplane.wire import MAX_RECORDS
 
 logger = logging.getLogger(__name__)
@@ -22,31 +22,19 @@ MOST_SERIES = 1000
 """Series of one metric; a label whose values never end must not fill the server's memory."""
 MOST_FAMILIES = 500
 
-KINDS = ("counter", "gauge", "histogram")
 _NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 _LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
-_ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
-_HELP_ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n"})
-
-Values = tuple[str, ...]
 
 
-class Family:
-    """One metric: a value for each combination of its labels' values.
+class Recorded(Family):
+    """A metric that a handler or a configuration names."""
 
-    Args:
-        name: name as it is exposed.
-        kind: counter, gauge or histogram.
-        unit: unit for the HELP line.
-        labels: their names, in the order in which they are exposed.
-    """
+    total, last = "", ","
 
     def __init__(self, name: str, kind: str, unit: str, labels: Sequence[str]) -> None:
-        self.name = name
-        self.kind = kind
+        text = f"Torchserve prometheus {kind} metric with unit: {unit}"
+        super().__init__(kind, name, labels, text, BUCKETS)
         self.unit = unit
-        self.labels = tuple(labels)
-        self._series: dict[Values, float | list[float]] = {}
         self._is_full = False
 
     def add(self, values: Values, amount: float) -> None:
@@ -56,67 +44,18 @@ class Family:
                 self._is_full = True
                 logger.warning("metric %s has %d series; new values of its labels %s are dropped",
                                self.name, MOST_SERIES, ", ".join(self.labels))  # fmt: skip
-            return
-        if self.kind == "gauge":
-            self._series[values] = amount
-        elif self.kind == "counter":
-            self._series[values] = self._series.get(values, 0.0) + amount  # type: ignore[operator]
+        elif self.kind == HISTOGRAM:
+            self.histogram(*values).observe(amount)
+        elif self.kind == GAUGE:
+            self.count(*values).value = amount
         else:
-            # A count for each bucket and for what is above them, then the sum.
-            counts = self._series.setdefault(values, [0.0] * (len(BUCKETS) + 2))
-            assert isinstance(counts, list)
-            counts[bisect.bisect_left(BUCKETS, amount)] += 1
-            counts[-1] += amount
+            self.count(*values).value += amount
 
-    def value(self, values: Values) -> float:
-        """Return a counter's or gauge's value, a histogram's count; 0 where there is none yet."""
-        value = self._series.get(values, 0.0)
-        return sum(value[:-1]) if isinstance(value, list) else value
-
-    def forget(self, label: str, value: str) -> None:
+    def forget_label(self, label: str, value: str) -> None:
         """Drop the series in which a label has this value."""
         if label in self.labels:
             at = self.labels.index(label)
             self._series = {k: v for k, v in self._series.items() if k[at] != value}
-
-    def lines(self, is_open: bool = False) -> Iterator[str]:
-        """Yield the text, HELP and TYPE first.
-
-        Args:
-            is_open: whether as OpenMetrics. That has no counter without `_total` and no comma after
-                the last label; a series keeps its name, so such a counter is of type unknown.
-        """
-        kind = "unknown" if is_open and self.kind == "counter" else self.kind
-        unit = self.unit.translate(_HELP_ESCAPES)
-        yield f"# HELP {self.name} Torchserve prometheus {self.kind} metric with unit: {unit}"
-        yield f"# TYPE {self.name} {kind}"
-        last = "" if is_open else ","
-        for values, state in list(self._series.items()):
-            pairs = [
-                f'{label}="{value.translate(_ESCAPES)}"'
-                for label, value in zip(self.labels, values, strict=True)
-            ]
-            braced = f"{{{','.join(pairs)}{last}}}" if pairs else ""
-            if not isinstance(state, list):
-                yield f"{self.name}{braced} {state}"
-                continue
-            total = 0.0
-            for bound, count in zip((*map(str, BUCKETS), "+Inf"), state, strict=False):
-                total += count
-                inner = ",".join([*pairs, f'le="{bound}"'])
-                yield f"{self.name}_bucket{{{inner}{last}}} {total}"
-            yield f"{self.name}_count{braced} {total}"
-            yield f"{self.name}_sum{braced} {state[-1]}"
-
-
-def text(families: Iterable[Family], names: Collection[str] = (), is_open: bool = False) -> str:
-    """Return families as Prometheus text; only those of these names unless there are none."""
-    return "".join(
-        f"{line}\n"
-        for family in families
-        if not names or family.name in names
-        for line in family.lines(is_open)
-    )
 
 
 class Record(NamedTuple):
@@ -165,13 +104,10 @@ class HandlerMetrics:
         reserved: names that handlers cannot use.
     """
 
-    is_alone = False
-    """Whether nothing but its text is exposed."""
-
     def __init__(
         self,
         hostname: str,
-        declared: Iterable[Family] = (),
+        declared: Iterable[Recorded] = (),
         detects: bool = True,
         reserved: Collection[str] = (),
     ) -> None:
@@ -181,14 +117,14 @@ class HandlerMetrics:
         self._refused: set[str] = set()
         self.families = {family.name: family for family in declared}
 
-    def reported(self, records: Iterable[Record], seconds: float) -> None:
+    def reported(self, records: object, seconds: float) -> None:
         """Take what a handler measured in one batch, which its worker had for `seconds`."""
-        for record in records:
+        for record in read_records(records):
             self.record(record)
 
-    def text(self, names: Collection[str] = (), is_open: bool = False) -> str:
-        """Return Prometheus text; only metrics of these names unless there are none."""
-        return text(self.families.values(), names, is_open)
+    def exposed(self, own: Iterable[Family] = ()) -> Iterable[Family]:
+        """Return what there is to see beside the server's own metrics, and those."""
+        return (*self.families.values(), *own)
 
     def record(self, record: Record) -> None:
         """Take one record; one that cannot be taken is left out, with a warning."""
@@ -199,7 +135,7 @@ class HandlerMetrics:
             if (reason := self._why_not(name, kind, dimensions)) is not None:
                 self._refuse(name, reason)
                 return
-            family = self.families[name] = Family(
+            family = self.families[name] = Recorded(
                 name, kind, record.unit, (*(d for d in dimensions if d != "Hostname"), "Hostname")
             )
         if set(family.labels) != set(dimensions):
@@ -223,8 +159,8 @@ class HandlerMetrics:
             return "the server has a metric of this name"
         if not _NAME.fullmatch(name) or not all(map(_LABEL.fullmatch, labels)):
             return "Prometheus has no such names; use letters, digits and underscores"
-        if kind not in KINDS:
-            return f"its type is {kind!r}; expected {', '.join(KINDS)}"
+        if kind not in TYPES:
+            return f"its type is {kind!r}; expected {', '.join(TYPES)}"
         if len(self.families) >= MOST_FAMILIES:
             return f"there are {MOST_FAMILIES} metrics already"
         return None
@@ -238,4 +174,4 @@ class HandlerMetrics:
     def forget(self, model: str) -> None:
         """Drop the series of a model."""
         for family in self.families.values():
-            family.forget("ModelName", model)
+            family.forget_label("ModelName", model)

@@ -1,22 +1,71 @@
-"""Where lines of logs go: files of a size, of which full ones are put aside; and the console."""
+"""Where lines of logs go: files of a size, of which full ones are put aside; and the console.
+
+Threads write them: neither a slow disk nor a reader that has stopped holds up whoever logs.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import os
 import queue
 import threading
 from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 READ_BYTES = 1 << 16
 """Size of one read of a pipe: what a pipe holds."""
-CONSOLE_BYTES = 8 << 20
-"""Lines that wait for a reader of the console; what comes beyond is lost."""
-CONSOLE_CLOSE_S = 2.0
+WAITING_BYTES = 8 << 20
+"""Lines that wait for the disk, or for a reader of the console; what comes beyond is lost."""
+CLOSE_S = 2.0
+"""Time that the last lines have."""
 MOST_LEFT_BYTES = 1 << 20
 """Read of a pipe whose worker has ended; a process that it left behind may write without end."""
+
+
+class WriterThread:
+    """A thread that writes lines.
+
+    Args:
+        name: name of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._waiting: queue.SimpleQueue[tuple[Callable[[], Any], int]] = queue.SimpleQueue()
+        self._taken = self._written = self._lost = 0
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+        atexit.register(self.finish, lambda: None, CLOSE_S)
+
+    def put(self, write: Callable[[bytes], int], data: bytes) -> int:
+        """Have lines written; return how many are lost since the last time."""
+        if self._taken - self._written > WAITING_BYTES:
+            return data.count(b"\n")
+        self._taken += len(data)
+        self._waiting.put((partial(write, data), len(data)))
+        lost, self._lost = self._lost, 0
+        return lost
+
+    def finish(self, end: Callable[[], object], wait_s: float) -> None:
+        """Call something after what was put so far, and wait a short while for that."""
+        done = threading.Event()
+        self._waiting.put((end, 0))
+        self._waiting.put((done.set, 0))
+        done.wait(wait_s)
+
+    def _run(self) -> None:
+        while True:
+            run, size = self._waiting.get()
+            self._lost += run() or 0
+            self._written += size
+
+
+@cache
+def files() -> WriterThread:
+    """Return the thread that writes all files."""
+    return WriterThread("log-files")
 
 
 class LogFile:
@@ -113,40 +162,27 @@ def make_room(name: Callable[[int], Path], keep: int) -> None:
             name(index).replace(name(index + 1))
 
 
-class Console:
-    """Standard output or standard error.
+class LogWriter:
+    """A file that a thread writes."""
 
-    It writes to the descriptor itself, in a thread: a reader that has stopped must hold up neither
-    the files nor the end of the process.
-    """
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self._waiting: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._taken = 0
-        self._written = 0
-        self._lost = 0
-        self._thread = threading.Thread(target=self._run, name="log-console", daemon=True)
-        self._thread.start()
+    def __init__(self, file: LogFile) -> None:
+        self._write, self._end, self._writer = file.append, file.close, files()
 
     def append(self, data: bytes) -> int:
-        """Hand lines to the thread; return how many are lost since the last time."""
-        if self._taken - self._written > CONSOLE_BYTES:
-            return data.count(b"\n")
-        self._taken += len(data)
-        self._waiting.put(data)
-        lost, self._lost = self._lost, 0
-        return lost
+        """Have lines written; return how many are lost since the last time."""
+        return self._writer.put(self._write, data)
 
-    def _run(self) -> None:
-        while (data := self._waiting.get()) is not None:
-            self._lost += write_all(self._descriptor, data)
-            self._written += len(data)
+    def close(self, wait_s: float = CLOSE_S) -> None:
+        """End once all is written, and wait a short while for that."""
+        self._writer.finish(self._end, wait_s)
 
-    def close(self) -> None:
-        """Wait a short while for the reader."""
-        self._waiting.put(None)
-        self._thread.join(CONSOLE_CLOSE_S)
+
+class Console(LogWriter):
+    """Standard output or standard error, by its descriptor; it has a thread of its own."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._write, self._end = partial(write_all, descriptor), lambda: None
+        self._writer = WriterThread("log-console")
 
 
 class Pipe:

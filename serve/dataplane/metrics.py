@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import math
+import asyncio
 import platform
 import socket
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
-from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from itertools import accumulate, chain, islice
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
-from prometheus_client import CollectorRegistry, Metric, ProcessCollector, disable_created_metrics
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-from prometheus_client.exposition import generate_latest
-from prometheus_client.openmetrics.exposition import generate_latest as generate_open
-from prometheus_client.registry import Collector
-from prometheus_client.samples import Exemplar
-from prometheus_client.utils import floatToGoString
+import psutil
 
 from modelyard.archiver.proven import installed_version
 from modelyard.serve.dataplane.call import CLASSES
-from modelyard.serve.dataplane.exposition import HandlerMetrics, read_records
 
 if TYPE_CHECKING:
     from modelyard.serve.dataplane.cache import VersionAnswers
+    from modelyard.serve.dataplane.exposition import HandlerMetrics
 
 KINDS = ("predict", "explain")
 """Label values by kind of job: index 0 and 1."""
@@ -37,14 +31,26 @@ SECONDS = (
     *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
 )
 """Bounds from the smallest models' answers to the longest time that a request has by default."""
+FEW_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0, 30.0)
+"""Those of them that are exposed unless a scrape asks for all."""
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
+SLICE = 100
+"""Series that are written in one go, a quarter of a millisecond during which predictions wait."""
+PAUSE_S = 0.001
+"""Time from one to the next: a request needs the event loop several times. A thread is no way out,
+since it holds the interpreter's lock for 5 ms at a time."""
+
+
+COUNTER, GAUGE, HISTOGRAM = TYPES = "counter", "gauge", "histogram"
+_ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
+_HELP_ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n"})
+Values = tuple[str, ...]
 
 
 class Histogram:
     """One series: observations counted by the first bound that is not below them.
 
-    A bisection and two additions, no lock: prometheus_client's own observe goes through all bounds
-    and takes two locks, five times the cost.
+    A bisection and two additions, no lock.
     """
 
     __slots__ = ("_bounds", "counts", "exemplars", "total")
@@ -53,8 +59,8 @@ class Histogram:
         self._bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
         self.total = 0.0
-        self.exemplars: dict[int, Exemplar] = {}
-        """Bucket → the latest value that is known where it comes from."""
+        self.exemplars: dict[int, tuple[float, str]] = {}
+        """Bucket → time and text of the latest value that is known where it comes from."""
 
     def observe(self, value: float) -> None:
         """Count a value."""
@@ -74,17 +80,10 @@ class Histogram:
             below, low = below + count, bound
         return low if below or self.counts[-1] else 0.0
 
-    def buckets(self) -> list[tuple[str, float] | tuple[str, float, Exemplar]]:
-        """Return bound, how many do not exceed it, and the exemplar of each bucket."""
-        bounds = map(floatToGoString, (*self._bounds, math.inf))
-        counts = zip(bounds, accumulate(self.counts), strict=True)
-        named = self.exemplars
-        return [(*each, named[at]) if at in named else each for at, each in enumerate(counts)]
-
     def exemplify(self, value: float, trace_id: str) -> None:
         """Name the trace of a value, which is counted already."""
-        bucket = bisect_left(self._bounds, value)
-        self.exemplars[bucket] = Exemplar({"trace_id": trace_id}, value, time.time())
+        bucket, now = bisect_left(self._bounds, value), time.time()
+        self.exemplars[bucket] = now, f' # {{trace_id="{trace_id}"}} {value} {now}'
 
 
 class Count:
@@ -100,72 +99,112 @@ class Count:
         self.value += amount
 
 
-COUNTER, GAUGE, HISTOGRAM = CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-
-
-class Family(Collector):
+class Family:
     """One metric: a series for each combination of its labels' values; used on one thread.
 
     Args:
-        registry: what exposes it.
         kind: COUNTER, GAUGE or HISTOGRAM.
-        name: name as it is exposed, behind `modelyard_`; of a counter without its `_total`.
+        name: name as it is exposed; of a counter without its `_total`.
         labels: their names.
         text: text for the HELP line.
         bounds: of a histogram the bounds of its buckets, rising; one for all that is larger is
             added.
+        few: bounds that are exposed unless all are asked for; none makes it a summary, which has
+            a count and a sum.
     """
+
+    total, last = "_total", ""
+    """End of a counter's name, and what stands behind the last label, but in OpenMetrics."""
 
     def __init__(
         self,
-        registry: CollectorRegistry,
-        kind: type[CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily],
+        kind: str,
         name: str,
         labels: Sequence[str],
         text: str,
         bounds: Sequence[float] = SECONDS,
+        few: Collection[float] | None = None,
     ) -> None:
-        self._kind = kind
-        self._about = f"modelyard_{name}", text
-        self._labelnames = labels  # as prometheus_client's own metrics call it
+        self.kind = kind
+        self.name = name
+        self.labels = tuple(labels)
+        self._text = text.translate(_HELP_ESCAPES)
         self._bounds = bounds
-        self._series: dict[tuple[str, ...], Count | Histogram | Callable[[], float]] = {}
-        registry.register(self)
+        self._shown = [
+            [(at, f'le="{float(bound)}"') for at, bound in enumerate(bounds) if bound in each]
+            for each in (bounds if few is None else few, bounds)
+        ]
+        """Place of each bucket, and its label, by whether all are asked for."""
+        self._series: dict[Values, tuple[str, Any]] = {}
+        """Labels' values → labels as they are written, and the series."""
+
+    def _new(self, values: Values, series: Any) -> Any:
+        pairs = zip(self.labels, values, strict=True)
+        labels = "".join([f'{label}="{value.translate(_ESCAPES)}",' for label, value in pairs])
+        self._series[values] = labels, series
+        return series
 
     def count(self, *values: str) -> Count:
         """Return the series of these values, a new one where there is none."""
-        series = self._series.setdefault(values, Count())
-        assert isinstance(series, Count)
-        return series
+        known = self._series.get(values)
+        return cast(Count, known[1] if known else self._new(values, Count()))
 
     def histogram(self, *values: str) -> Histogram:
         """Return the series of these values, a new one where there is none."""
-        series = self._series.setdefault(values, Histogram(self._bounds))
-        assert isinstance(series, Histogram)
-        return series
+        known = self._series.get(values)
+        return cast(Histogram, known[1] if known else self._new(values, Histogram(self._bounds)))
 
-    def watch(self, read: Callable[[], float], *values: str) -> None:
-        """Read the series of these values at each scrape: nothing is kept up to date between."""
-        self._series[values] = read
+    def watch(self, read: Callable[[], float | None], *values: str) -> None:
+        """Read the series of these values at each scrape; None is not exposed."""
+        self._new(values, read)
 
     def forget(self, *first: str) -> None:
         """Forget the series whose first values are these."""
         for values in [each for each in self._series if each[: len(first)] == first]:
             del self._series[values]
 
-    def describe(self) -> Iterable[Metric]:
-        """Return the name."""
-        return [self._kind(*self._about, labels=self._labelnames)]
+    def is_among(self, names: Collection[str]) -> bool:
+        """Return whether one of these names it or its series, or there are none."""
+        ends = ("", "_total", "_bucket", "_sum", "_count")
+        return not names or any(f"{self.name}{end}" in names for end in ends)
 
-    def collect(self) -> Iterable[Metric]:
-        """Return all series."""
-        family: Any = self._kind(*self._about, labels=self._labelnames)
-        for values, series in self._series.items():
+    def texts(self, is_open: bool = False, has_all: bool = False) -> Iterator[str]:
+        """Yield HELP and TYPE, and then the text of each series; of a histogram's all at once.
+
+        Args:
+            is_open: whether as OpenMetrics, which knows no counter without `_total`.
+            has_all: whether with all buckets.
+        """
+        name, kind, shown = self.name, self.kind, self._shown[has_all]
+        if kind == COUNTER:
+            name += self.total
+            kind = "unknown" if is_open and not self.total else kind
+        elif kind == HISTOGRAM and not shown:
+            kind = "summary"
+        about = self.name if is_open else name
+        yield f"# HELP {about} {self._text}\n# TYPE {about} {kind}"
+        for labels, series in list(self._series.values()):
+            braced = f"{{{labels[:-1]}{'' if is_open else self.last}}}" if labels else ""
             if isinstance(series, Histogram):
-                family.add_metric(values, series.buckets(), series.total)
-            else:
-                family.add_metric(values, series.value if isinstance(series, Count) else series())
-        return [family]
+                if (counts := list(accumulate(map(float, series.counts))))[-1]:
+                    lines = self._buckets(series, counts, labels, has_all, is_open) if shown else ()
+                    yield "\n".join((*lines, f"{name}_count{braced} {counts[-1]}",
+                                     f"{name}_sum{braced} {series.total}"))  # fmt: skip
+            elif (value := series.value if isinstance(series, Count) else series()) is not None:
+                yield f"{name}{braced} {value}"
+
+    def _buckets(
+        self, series: Histogram, counts: Sequence[float], labels: str, has_all: bool, is_open: bool
+    ) -> Iterator[str]:
+        """Yield the line of each bucket; as OpenMetrics with the latest value of known origin."""
+        start, before = f"{self.name}_bucket{{{labels}", -1
+        for at, bound in (*self._shown[has_all], (len(counts) - 1, 'le="+Inf"')):
+            line = f"{start}{bound}{'' if is_open else self.last}}} {counts[at]}"
+            if is_open and series.exemplars:
+                of = [each for number, each in series.exemplars.items() if before < number <= at]
+                line += max(of, default=(0.0, ""))[1]
+                before = at
+            yield line
 
 
 class CallObserver(Protocol):
@@ -185,15 +224,15 @@ METRICS: tuple[tuple[Any, ...], ...] = (
     (COUNTER, "requests", CODED, "Requests answered, by HTTP status."),
     (COUNTER, "errors", CODED, "Requests answered with status 400 or above."),
     (HISTOGRAM, "request_latency_seconds", KIND,
-     "From the whole body read to the answer ready, in seconds."),
+     "From the whole body read to the answer ready, in seconds.", SECONDS, FEW_SECONDS),
     (HISTOGRAM, "queue_time_seconds", KIND,
-     "From arrival in the queue to hand-over to a worker, in seconds."),
+     "From arrival in the queue to hand-over to a worker, in seconds.", SECONDS, ()),
     (HISTOGRAM, "worker_queue_seconds", KIND,
-     "From hand-over to a worker to the start of the batch there, in seconds."),
+     "From hand-over to a worker to the start of the batch there, in seconds.", SECONDS, ()),
     (HISTOGRAM, "handler_seconds", KIND,
-     "The handler's call that answered the request, in seconds."),
+     "The handler's call that answered the request, in seconds.", SECONDS, ()),
     (HISTOGRAM, "batch_size", KIND,
-     "Rows in one handler call: requests, or those of a request of several.", SIZES),
+     "Rows in one handler call: requests, or those of a request of several.", SIZES, ()),
     (GAUGE, "queue_length", KIND,
      "Rows waiting now: requests, or those of a request of several."),
     (GAUGE, "queue_oldest_seconds", KIND,
@@ -201,7 +240,7 @@ METRICS: tuple[tuple[Any, ...], ...] = (
     (GAUGE, "queue_length_by_priority", PRIORITIZED,
      "Rows waiting now, of each class, once a request has named another than normal."),
     (HISTOGRAM, "queue_time_by_priority_seconds", PRIORITIZED,
-     "The queue time of each class, once a request has named another than normal."),
+     "The queue time of each class, once a request has named another than normal.", SECONDS, ()),
     (GAUGE, "requests_in_flight", KIND, "Requests that wait or are being answered now."),
     (COUNTER, "refused_requests", (*KIND, "reason"),
      "Requests refused because too many waited (full), none would be answered in its time "
@@ -224,6 +263,15 @@ METRICS: tuple[tuple[Any, ...], ...] = (
     (GAUGE, "build_info", ("version", "python", "torch"), "1; the server's own versions."),
 )  # fmt: skip
 """Kind, name, labels and text of each metric, of a histogram its bounds: `Family`."""
+OF_PROCESS: tuple[tuple[str, str, str, Callable[[psutil.Process], float]], ...] = (
+    (GAUGE, "virtual_memory_bytes", "Virtual memory.", lambda own: own.memory_info().vms),
+    (GAUGE, "resident_memory_bytes", "Resident memory.", lambda own: own.memory_info().rss),
+    (GAUGE, "start_time_seconds", "Start, since 1970.", lambda own: own.create_time()),
+    (COUNTER, "cpu_seconds", "User and system time.", lambda own: sum(own.cpu_times()[:2])),
+    (GAUGE, "open_fds", "Open files, sockets and pipes.", lambda own: own.num_fds()),
+    (GAUGE, "max_fds", "Most of these.", lambda own: own.rlimit(psutil.RLIMIT_NOFILE)[0]),
+)
+"""What is exposed of the server's process, by the names that every client library gives it."""
 
 
 class Metrics:
@@ -232,41 +280,53 @@ class Metrics:
     def __init__(
         self, recorder: HandlerMetrics | None = None, observer: CallObserver | None = None
     ) -> None:
+        from modelyard.serve.dataplane.exposition import HandlerMetrics  # builds on this module
+
         self.recorder = recorder or HandlerMetrics(socket.gethostname())
         self.observer = observer
-        disable_created_metrics()  # type: ignore[no-untyped-call]  # a time stamp beside every series, which nobody reads
-        registry = self.registry = CollectorRegistry()
-        self._families = {about[1]: Family(registry, *about) for about in METRICS}
-        build = (
-            installed_version("modelyard"),
-            platform.python_version(),
-            installed_version("torch"),
-        )
-        self["build_info"].count(*build).inc()
-        ProcessCollector(registry=registry)
+        self.families: dict[str, Family] = {}
+        """Name as it is exposed → metric."""
+        for about in METRICS:
+            self.add(*about)
+        ours, torch = map(installed_version, ("modelyard", "torch"))
+        self["build_info"].count(ours, platform.python_version(), torch).inc()
+        for kind, name, text, read in OF_PROCESS:
+            family = self.add(kind, name, (), text, prefix="process_")
+            family.watch(partial(read, psutil.Process()))
+
+    def add(self, kind: str, name: str, *about: Any, prefix: str = "modelyard_") -> Family:
+        """Add a metric, as `Family` describes it."""
+        name = prefix + name
+        return self.families.setdefault(name, Family(kind, name, *about))
 
     def __getitem__(self, name: str) -> Family:
         """Return the metric of a name of METRICS."""
-        return self._families[name]
+        return self.families[f"modelyard_{name}"]
 
     def forget(self, model: str, version: str) -> None:
         """Forget the series of a model version."""
         self.recorder.forget(model)
-        for family in self._families.values():
-            family.forget(model, version)
+        for about in METRICS:
+            self[about[1]].forget(model, version)
 
-    def text(self, names: Collection[str] = (), is_open: bool = False) -> str:
-        """Return everything as Prometheus text; only these metrics unless there are none.
+    async def gather(
+        self, names: Collection[str] = (), is_open: bool = False, has_all: bool = False
+    ) -> str:
+        """Return everything as Prometheus text, written SLICE series at a time.
 
         Args:
+            names: only these metrics, unless there are none.
             is_open: whether as OpenMetrics, which has the exemplars.
+            has_all: whether with all buckets of every histogram.
         """
-        recorded = self.recorder.text(names, is_open)
-        if self.recorder.is_alone:
-            return recorded
-        registry: Collector = self.registry.restricted_registry(names) if names else self.registry
-        generate = generate_open if is_open else generate_latest
-        return recorded + generate(registry).decode()
+        exposed = self.recorder.exposed(self.families.values())
+        families = [each for each in exposed if each.is_among(names)]
+        texts = chain.from_iterable(each.texts(is_open, has_all) for each in families)
+        found = ["\n".join(islice(texts, SLICE))]
+        while found[-1]:  # what else there is goes first
+            await asyncio.sleep(PAUSE_S)
+            found.append("\n".join(islice(texts, SLICE)))
+        return "\n".join((*found[:-1], "# EOF\n" if is_open else ""))
 
 
 class VersionMetrics:
@@ -305,7 +365,7 @@ class VersionMetrics:
 
     def reported(self, records: object, seconds: float) -> None:
         """Take what a handler measured in one batch, which its worker had for `seconds`."""
-        self._metrics.recorder.reported(read_records(records), seconds)
+        self._metrics.recorder.reported(records, seconds)
 
     def remove(self) -> None:
         """Forget the series of this model version."""
@@ -336,18 +396,18 @@ class KindMetrics:
         self.worker_queue = metrics["worker_queue_seconds"].histogram(*labels)
         self.handler = metrics["handler_seconds"].histogram(*labels)
         self.batch_size = metrics["batch_size"].histogram(*labels)
-        self.refused_full = metrics["refused_requests"].count(*labels, "full")
-        self.refused_late = metrics["refused_requests"].count(*labels, "deadline")
-        self.refused_poison = metrics["refused_requests"].count(*labels, "poison")
+        self.refused_full, self.refused_late, self.refused_poison = Count(), Count(), Count()
+        counts = (self.refused_full, self.refused_late, self.refused_poison)
+        for reason, count in zip(("full", "deadline", "poison"), counts, strict=True):
+            read = partial(lambda count: count.value or None, count)
+            metrics["refused_requests"].watch(read, *labels, reason)
 
-    def watch_queue(self, rows: Callable[[], float]) -> None:
-        """Read how many rows wait at each scrape."""
-        self._metrics["queue_length"].watch(rows, *self._labels)
-
-    def watch(self, in_flight: Callable[[], float], oldest_s: Callable[[], float]) -> None:
-        """Read how many requests there are, and since when the first waits, at each scrape."""
-        self._metrics["requests_in_flight"].watch(in_flight, *self._labels)
-        self._metrics["queue_oldest_seconds"].watch(oldest_s, *self._labels)
+    def watch(self, name: str, read: Callable[[], float]) -> None:
+        """Read a value at each scrape; of explanations once there was one, as most have none."""
+        is_shown = self._labels[2] == KINDS[0]
+        self._metrics[name].watch(
+            lambda: read() or (0.0 if is_shown or self._codes else None), *self._labels
+        )
 
     def watch_classes(self, rows: Callable[[], Sequence[int]]) -> Sequence[Histogram]:
         """Read how many rows of each class wait, and return what takes how long they did."""
@@ -387,8 +447,6 @@ class KindMetrics:
     def counted(self) -> Counted:
         """Return the counts of answers."""
         by_code = self.by_code()
-        return Counted(
-            sum(by_code.values()),
-            sum(count for code, count in by_code.items() if code >= 400),
-            int(self.refused_full.value + self.refused_late.value),
-        )
+        errors = sum(count for code, count in by_code.items() if code >= 400)
+        refused = int(self.refused_full.value + self.refused_late.value)
+        return Counted(sum(by_code.values()), errors, refused)

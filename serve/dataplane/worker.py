@@ -26,7 +26,7 @@ from modelyard.serve import errors
 from modelyard.serve.dataplane import wire
 from modelyard.serve.dataplane.budget import Share
 from modelyard.serve.dataplane.call import EXPLAIN, PREDICT, Call, Reply, ReplySink, Stream
-from modelyard.serve.dataplane.log_file import LogFile, Pipe
+from modelyard.serve.dataplane.log_file import LogFile, LogWriter, Pipe
 from modelyard.serve.dataplane.process import ChildProcess, ForkServer, Preload, start_process
 from modelyard.serve.dataplane.tracing import Batch
 from modelyard.serve.dataplane.wire import Buffer
@@ -82,7 +82,7 @@ class WorkerLog:
     """A worker's output in a file of its own, which is put aside when it is full."""
 
     def __init__(self, file: Path, max_bytes: int, keep: int) -> None:
-        self._file = LogFile(file, max_bytes, keep)
+        self._file = LogWriter(LogFile(file, max_bytes, keep))
         self._tail = b""
         self._pipe = Pipe(self._take, GATHER_S)
         self.stdout = self.stderr = self._pipe.writing
@@ -97,7 +97,7 @@ class WorkerLog:
 
     def _take(self, data: bytes) -> None:
         if not data:
-            self._file.close()
+            self._file.close(0)
             return
         self._file.append(data)
         self._tail = (self._tail + data)[-LOG_TAIL_BYTES:]

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from importlib.metadata import version
 from urllib.parse import quote
 
-from modelyard.serve.dataplane.log_file import Console, LogFile
+from modelyard.serve.dataplane.log_file import LogWriter
 from modelyard.serve.http.connection import Answered
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class AccessLog:
         to: the file, or the console.
     """
 
-    def __init__(self, form: Form, to: LogFile | Console) -> None:
+    def __init__(self, form: Form, to: LogWriter) -> None:
         self._form = form
         self._to = to
         self._lines: list[bytes] = []

@@ -14,6 +14,7 @@ import yaml
 
 from modelyard.serve.dataplane.metrics import Metrics
 from modelyard.serve.settings import load_settings
+from tests.serve.collectors import text_of
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 KUBERNETES = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
@@ -159,7 +160,7 @@ def test_the_settings_are_settings_and_leave_time_to_drain() -> None:
 
 def test_they_scale_by_metrics_that_there_are() -> None:
     text = (DEPLOY / "kubernetes" / "scale-by-work.yaml").read_text(encoding="utf-8")
-    known = Metrics().text()
+    known = text_of(Metrics())
     names = re.findall(r"modelyard_\w+", text)
     assert len(names) == 3
     for name in names:

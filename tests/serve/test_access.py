@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from modelyard.serve.dataplane.log_file import Console, LogFile
+from modelyard.serve.dataplane.log_file import Console, LogFile, LogWriter
 from modelyard.serve.errors import StartError
 from modelyard.serve.http.access import GATHER_BYTES, AccessLog, json_form, text_form
 from modelyard.serve.http.connection import LEFT, Answered
 from modelyard.serve.log import JsonFormatter
 from modelyard.serve.settings import load_settings
+from tests.serve.live import poll
 
 SERVED = Answered(
     ("::1", 4711), "POST", "/predictions/digits?q=secret", 200, 0.00125, "id-1", 12,
@@ -53,13 +54,13 @@ def test_lines_are_written_together_and_none_is_left(tmp_path: Path) -> None:
     file = tmp_path / "access.log"
 
     async def scenario() -> None:
-        log = AccessLog(text_form(), LogFile(file, None, 1))
+        log = AccessLog(text_form(), LogWriter(LogFile(file, None, 1)))
         log(SERVED)
         assert file.read_text() == ""
         size = len(text_form()(SERVED, 0))
         for _ in range(GATHER_BYTES // size):
             log(SERVED)
-        assert file.stat().st_size >= GATHER_BYTES
+        poll(lambda: file.stat().st_size >= GATHER_BYTES, "the lines are written")
         log(SERVED)
         log.close()
 

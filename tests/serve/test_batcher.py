@@ -17,6 +17,7 @@ from modelyard.serve.dataplane.metrics import Metrics, VersionMetrics
 from modelyard.serve.dataplane.poison import Poison
 from modelyard.serve.dataplane.worker import RunConfig
 from modelyard.serve.errors import DeadlinePassed, Draining, QueueFull, TooLate, Unavailable
+from tests.serve.collectors import value_of
 
 Scenario = Callable[[], Awaitable[None]]
 
@@ -129,7 +130,7 @@ def there() -> bool:
 
 def refusals(metrics: Metrics, reason: str) -> float | None:
     labels = {"model": "m", "version": "1", "kind": "predict", "reason": reason}
-    return metrics.registry.get_sample_value("modelyard_refused_requests_total", labels)
+    return value_of(metrics, "modelyard_refused_requests_total", labels) or 0
 
 
 def number(one: Call) -> int:
@@ -357,7 +358,7 @@ def test_the_time_in_the_queue_is_measured_for_what_was_handed_over() -> None:
 
     def value(metrics: Metrics, name: str) -> float:
         labels = {"model": "m", "version": "1", "kind": "predict"}
-        found = metrics.registry.get_sample_value(name, labels)
+        found = value_of(metrics, name, labels)
         assert found is not None
         return found
 

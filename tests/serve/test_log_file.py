@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from modelyard.serve.dataplane.log_file import LogFile, Pipe
+from modelyard.serve.dataplane.log_file import WAITING_BYTES, LogFile, LogWriter, Pipe
+from modelyard.serve.dataplane.log_file import files as log_files
 from modelyard.serve.dataplane.worker import WorkerLog
 
 
@@ -35,6 +36,21 @@ def test_what_is_there_counts_and_lines_stay_whole(tmp_path: Path) -> None:
     log.close()
     assert (tmp_path / "a.log.1").read_bytes() == b"12345678\nabc\n"
     assert (tmp_path / "a.log").read_bytes() == b"de\n"
+
+
+def test_a_disk_that_takes_nothing_holds_nobody_up_and_gets_what_fits(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.log")
+    disk = os.open(tmp_path / "a.log", os.O_RDONLY | os.O_NONBLOCK)
+    os.set_blocking(disk, True)
+    log = LogWriter(LogFile(tmp_path / "a.log", None, keep=1))
+    sent = [b"%04d %s\n" % (number, b"x" * (1 << 16)) for number in range(200)]
+    lost = sum(map(log.append, sent))  # the thread that writes them waits for the disk
+    assert 60 <= lost < 100
+    log.close(0)
+    with os.fdopen(disk, "rb") as reading:
+        written = reading.read()
+    assert written == b"".join(sent[: 200 - lost])
+    assert WAITING_BYTES < len(written) < WAITING_BYTES + (1 << 18)
 
 
 def test_a_file_that_cannot_be_put_aside_goes_on(tmp_path: Path) -> None:
@@ -73,6 +89,7 @@ def test_what_a_process_prints_stays_within_its_files(tmp_path: Path) -> None:
 
     log = asyncio.run(follow())
     assert log.last_line == "the end"
+    log_files().finish(lambda: None, 10)
     found = sizes(tmp_path)
     assert set(found) == {"worker-1.log", "worker-1.log.1", "worker-1.log.2"}
     assert max(found.values()) <= 100_000

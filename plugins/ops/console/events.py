@@ -10,7 +10,7 @@ import itertools
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
@@ -124,8 +124,8 @@ class Events:
 
     # -- what is found in readings ---------------------------------------------------------------
 
-    def look(self, watch: Watch) -> None:
-        """Compare a new reading with what was before."""
+    def look(self, watch: Watch) -> Iterator[None]:
+        """Compare a new reading with what was before, in a step for each version."""
         for model in watch.models:
             key = model.name, model.version
             self._look_at_workers(key, model, watch.memory)
@@ -141,6 +141,7 @@ class Events:
             self._follow(key, "slower", slower, f"{said}{usual:.3g} ms is usual", "")
             why = model.pool.why_none if model.pool.slots else None
             self._follow(key, "no worker", why is not None, why or "", "")
+            yield
         known = {(each.name, each.version) for each in watch.models}
         tables: tuple[dict[tuple[Key, str], Any], ...] = (
             self._restarts, self._going_on, self._storms

@@ -12,19 +12,22 @@ import math
 import time
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
 from typing import NamedTuple
 
 from modelyard.serve.api.management import memory_bytes
 from modelyard.serve.control.register import pools_of
 from modelyard.serve.control.registry import ModelVersion, Registry
 from modelyard.serve.dataplane.call import PREDICT
-from modelyard.serve.dataplane.metrics import SECONDS
+from modelyard.serve.dataplane.metrics import PAUSE_S, SECONDS
 from modelyard.serve.dataplane.pool import Pool
 
 logger = logging.getLogger(__name__)
 
 EVERY_S = 1.0
+TOGETHER = 10
+"""Versions that are read in one go, half a millisecond during which predictions wait."""
 WINDOW = 300
 """Readings that are remembered one by one: five minutes."""
 RECENT = 10
@@ -158,9 +161,9 @@ class Watch:
         self._histories: OrderedDict[Key, History] = OrderedDict()
         """Those that were busy or looked at most recently come last."""
         self._last_look = -math.inf
-        self._timer: asyncio.TimerHandle | None = None
-        self.on_reading: Callable[[Watch], None] = lambda watch: None
-        """Called after each reading."""
+        self._tasks: Sequence[asyncio.Task[None]] = ()
+        self.on_reading: Callable[[Watch], Iterable[None]] = lambda watch: ()
+        """Called after each reading; what it does in steps is done in slices."""
         self.models: Sequence[ModelVersion] = ()
         """Versions of the latest reading."""
         self.latest: Mapping[Key, Reading] = {}
@@ -169,13 +172,11 @@ class Watch:
         """Number of the latest reading; it changes with every one."""
         self.memory: Mapping[int, int] = {}
         """Bytes of each worker process, by its id."""
-        self._memory_task: asyncio.Task[None] | None = None
-        self._memory_at = -math.inf
 
     def look(self, key: Key = TOTAL) -> History:
         """Return what is remembered of a version; from now on, where that was nothing."""
         self._last_look = time.monotonic()
-        if self._timer is None:
+        if not self._tasks:
             self.start()
         history = self._remember(key, math.inf)
         assert history is not None
@@ -184,20 +185,19 @@ class Watch:
         return history
 
     def start(self) -> None:
-        """Begin to read."""
-        self._timer = asyncio.get_running_loop().call_later(EVERY_S, self.start)
-        now = time.monotonic()
-        try:
-            self._read(now, time.time())
-            self.on_reading(self)
-        except Exception:
-            logger.exception("console: a reading failed")
-        pause_s = MEMORY_EVERY_S[now - self._last_look > LOOKED_S]
-        if now - self._memory_at >= pause_s and (
-            self._memory_task is None or self._memory_task.done()
-        ):
-            self._memory_at = now
-            self._memory_task = asyncio.create_task(self._read_memory())
+        """Read, and begin to read again and again."""
+        deque(self._read(time.monotonic(), time.time()), 0)
+        self._tasks = [asyncio.create_task(of) for of in (self._run(), self._read_memory())]
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(EVERY_S)
+            try:
+                steps = chain(self._read(time.monotonic(), time.time()), self.on_reading(self))
+                while len(list(islice(steps, TOGETHER))) == TOGETHER:
+                    await asyncio.sleep(PAUSE_S)
+            except Exception:
+                logger.exception("console: a reading failed")
 
     def _remember(self, key: Key, now: float) -> History | None:
         """Return what is remembered of a version; None where others need the room."""
@@ -211,13 +211,15 @@ class Watch:
             history = self._histories[key] = History()
         return history
 
-    def _read(self, now: float, at: float) -> None:
-        models = list(self._registry)
-        counts = list(map(count, models))
+    def _read(self, now: float, at: float) -> Iterator[None]:
+        """Read, in a step for each version and another one."""
+        models, counts = list(self._registry), []
+        for model in models:
+            counts.append(count(model))
+            yield
         total = array("d", map(sum, zip(*counts, strict=True))) or array("d", [0.0] * SIZE)
         groups = [(TOTAL, models), *(((each.name, each.version), [each]) for each in models)]
-        self.number += 1
-        readings: dict[Key, Reading] = {}
+        number, readings = self.number + 1, dict[Key, Reading]()
         for (key, members), counted in zip(groups, [total, *counts], strict=True):
             seen = self._seen.setdefault(key, deque(maxlen=RECENT + 1))
             if seen and counted[AT["answered"]] < seen[-1][1][AT["answered"]]:
@@ -234,12 +236,13 @@ class Watch:
                 if is_busy:
                     history.wanted_at = now
                     self._histories.move_to_end(key)
-                if self.number % RECENT == 0:
+                if number % RECENT == 0:
                     history.add_coarse(self._make(at, members, seen, seen[0]))
+            yield
         for gone in self._seen.keys() - readings.keys():
             del self._seen[gone]
             self._histories.pop(gone, None)
-        self.models, self.latest = models, readings
+        self.models, self.latest, self.number = models, readings, number
 
     def medians(self, key: Key) -> Sequence[float]:
         """Return the median latencies of a version's hour, in milliseconds, that are known."""
@@ -291,17 +294,20 @@ class Watch:
         return sum(known) if known else None
 
     async def _read_memory(self) -> None:
-        pools = [pool for model in self._registry for pool in pools_of(model)]
-        pids = [slot.worker.pid for pool in pools for slot in pool.slots if slot.worker is not None]
-        self.memory = {pid: await asyncio.to_thread(memory_bytes, pid) for pid in pids}
+        while True:
+            slots = [slot for of in self._registry for pool in pools_of(of) for slot in pool.slots]
+            pids = [slot.worker.pid for slot in slots if slot.worker is not None]
+            self.memory = {pid: await asyncio.to_thread(memory_bytes, pid) for pid in pids}
+            at = now = time.monotonic()
+            while now - at < MEMORY_EVERY_S[now - self._last_look > LOOKED_S]:
+                await asyncio.sleep(EVERY_S)
+                now = time.monotonic()
 
     def close(self) -> None:
         """Read no more."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if self._memory_task is not None:
-            self._memory_task.cancel()
+        for task in self._tasks:
+            task.cancel()
+        self._tasks = ()
 
 
 def count(model: ModelVersion) -> array[float]:

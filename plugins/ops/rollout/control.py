@@ -144,7 +144,7 @@ class Rollouts:
 
     def __init__(self, lifecycle: Lifecycle, metrics: Metrics) -> None:
         self._lifecycle = lifecycle
-        self._families = rollout_families(metrics.registry)
+        self._families = rollout_families(metrics)
         self._comparer = Comparer()
         self._ticker: asyncio.TimerHandle | None = None
         self._registry = lifecycle.registry

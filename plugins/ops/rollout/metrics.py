@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from prometheus_client import CollectorRegistry
-
 from modelyard.plugins.ops.rollout.record import Record
-from modelyard.serve.dataplane.metrics import COUNTER, GAUGE, Family
+from modelyard.serve.dataplane.metrics import COUNTER, GAUGE, Family, Metrics
 
 _LABELS = ("model", "candidate")
 _KINDS: dict[str, tuple[Any, ...]] = {
@@ -21,10 +19,10 @@ _KINDS: dict[str, tuple[Any, ...]] = {
 """Name → its kind, its text, and its label beside those of all."""
 
 
-def rollout_families(registry: CollectorRegistry) -> dict[str, Family]:
+def rollout_families(metrics: Metrics) -> dict[str, Family]:
     """Return the metrics of all roll-outs of one server, by name."""
     return {
-        name: Family(registry, kind, f"rollout_{name}", (*_LABELS, *more), text)
+        name: metrics.add(kind, f"rollout_{name}", (*_LABELS, *more), text)
         for name, (kind, text, *more) in _KINDS.items()
     }
 

@@ -17,6 +17,7 @@ from modelyard.plugins.torchserve.settings import TorchServeSettings
 from modelyard.serve.dataplane.exposition import Record
 from modelyard.serve.dataplane.metrics import Metrics, VersionMetrics
 from modelyard.serve.errors import StartError
+from tests.serve.collectors import text_of
 from tests.serve.live import poll
 
 HOST = socket.gethostname()
@@ -26,12 +27,20 @@ def settings(tmp_path: Path, **options: Any) -> TorchServeSettings:
     return TorchServeSettings(**{"directory": tmp_path, "metrics_mode": "prometheus", **options})
 
 
+def as_sent(record: Record) -> dict[str, Any]:
+    return {**record._asdict(), "type": record.kind}
+
+
+def text(metrics: TorchServeMetrics) -> str:
+    return "".join(f"{part}\n" for family in metrics.exposed() for part in family.texts())
+
+
 def make(tmp_path: Path, **options: Any) -> TorchServeMetrics:
     return TorchServeMetrics(settings(tmp_path, **options))
 
 
 def sample(metrics: TorchServeMetrics, start: str) -> float | None:
-    for line in metrics.text().splitlines():
+    for line in text(metrics).splitlines():
         if line.startswith(start):
             return float(line.rpartition(" ")[2])
     return None
@@ -43,7 +52,7 @@ PREDICTION_TIME = Record(
 
 
 def test_every_family_has_its_help_and_type_before_its_first_value(tmp_path: Path) -> None:
-    kinds = dict(re.findall(r"^# TYPE (\S+) (\S+)$", make(tmp_path).text(), re.M))
+    kinds = dict(re.findall(r"^# TYPE (\S+) (\S+)$", text(make(tmp_path)), re.M))
     config = read_config(DEFAULT_CONFIG)
     declared = {
         metric["name"]: kind
@@ -80,7 +89,7 @@ def test_inferences_are_summed_by_model_and_version(tmp_path: Path) -> None:
 
 def test_a_batch_gives_the_handlers_time_and_the_time_around_it(tmp_path: Path) -> None:
     metrics = make(tmp_path)
-    metrics.reported([PREDICTION_TIME], seconds=0.01)
+    metrics.reported([as_sent(PREDICTION_TIME)], seconds=0.01)
     start = f'PredictionTime{{ModelName="m",Level="Model",Hostname="{HOST}",}}'
     assert sample(metrics, start) == 4
     assert sample(metrics, "WorkerThreadTime{") == 6
@@ -93,9 +102,9 @@ def test_a_worker_is_named_with_its_model(tmp_path: Path) -> None:
     TorchServeWorkers(theirs).loaded("W-9000-dump_1.0", 1.5)
     start = f'WorkerLoadTime{{WorkerName="W-9000-dump_1.0",Level="Host",Hostname="{HOST}",}}'
     assert sample(theirs, start) == 1500
-    assert "modelyard_ready_workers" in metrics.text()
-    assert metrics.text(["WorkerLoadTime"]).count("# TYPE") == 1
-    assert metrics.text(["modelyard_restarts", "NoSuchMetric"]) == ""
+    assert "modelyard_ready_workers" in text_of(metrics)
+    assert text_of(metrics, ["WorkerLoadTime"]).count("# TYPE") == 1
+    assert text_of(metrics, ["modelyard_restarts", "NoSuchMetric"]) == ""
 
 
 def test_in_log_mode_values_are_lines_and_nothing_is_exposed(tmp_path: Path) -> None:
@@ -105,10 +114,10 @@ def test_in_log_mode_values_are_lines_and_nothing_is_exposed(tmp_path: Path) -> 
     theirs.accepted("m", None)
     theirs.answered(200)
     theirs.inferred("m", None, 0.000_123_4, 0.0021)
-    theirs.reported([PREDICTION_TIME], 0.01)
+    theirs.reported([as_sent(PREDICTION_TIME)], 0.01)
     logs.start_writing()
     logs.close()
-    assert metrics.text() == ""
+    assert text_of(metrics) == ""
     host = rf"\|#hostname:{re.escape(HOST)}"
     of_model = rf"\|#model_name:m,model_version:default{host},timestamp:\d+"
     of_host = rf"\|#Level:Host{host},timestamp:\d+"
@@ -136,7 +145,7 @@ def test_in_legacy_mode_only_the_three_old_counters_are_exposed(tmp_path: Path) 
     metrics = make(tmp_path, metrics_mode="legacy")
     metrics.accepted("m", "1.0")
     metrics.answered(200)
-    assert re.findall(r"^# TYPE (\S+)", metrics.text(), re.M) == [
+    assert re.findall(r"^# TYPE (\S+)", text(metrics), re.M) == [
         "ts_inference_requests_total",
         "ts_inference_latency_microseconds",
         "ts_queue_latency_microseconds",
@@ -157,10 +166,9 @@ def test_a_configuration_of_ones_own_decides_what_is_kept(tmp_path: Path) -> Non
     metrics = make(tmp_path, metrics_config=file)
     metrics.answered(200)
     metrics.inferred("m", None, 0.1, 0.2)
-    metrics.reported(
-        [PREDICTION_TIME, Record("Calls", 1, "count", "counter", {"ModelName": "m"}, "")], 0.1
-    )
-    found = re.findall(r"^# TYPE (\S+) (\S+)", metrics.text(), re.M)
+    calls = Record("Calls", 1, "count", "counter", {"ModelName": "m"}, "")
+    metrics.reported([as_sent(PREDICTION_TIME), as_sent(calls)], 0.1)
+    found = re.findall(r"^# TYPE (\S+) (\S+)", text(metrics), re.M)
     assert found == [("QueueTime", "histogram"), ("Calls", "counter")]
     assert sample(metrics, "QueueTime_count{") == 1
     assert sample(metrics, f'Calls{{ModelName="m",Hostname="{HOST}",}}') == 1

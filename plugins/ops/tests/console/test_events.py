@@ -9,6 +9,7 @@ import http.server
 import json
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,8 +61,8 @@ class Served:
                 self.predict.answered(code, took_s)
                 if code == 503:
                     self.predict.refused_full.inc(1)
-            self.watch._read(self.now, self.now)
-            self.watch.on_reading(self.watch)
+            deque(self.watch._read(self.now, self.now), 0)
+            deque(self.watch.on_reading(self.watch), 0)
             self.now += 1
 
     def kinds(self) -> list[str]:

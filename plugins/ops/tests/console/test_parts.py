@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -237,7 +238,7 @@ def test_a_reading_is_the_difference_of_two_seconds() -> None:
     served, key = Served(), ("m", "1")
     watch = Watch(cast(Any, served))
 
-    watch._read(0, 0)
+    deque(watch._read(0, 0), 0)
     for second in range(1, 4):
         for _ in range(30):
             served.predict.answered(200, 0.004)
@@ -246,7 +247,7 @@ def test_a_reading_is_the_difference_of_two_seconds() -> None:
         served.predict.refused_full.inc(10)
         served.predict.batch_size.observe(4)
         served.model.pool.busy_s += 1.0
-        watch._read(second, second)
+        deque(watch._read(second, second), 0)
     assert watch.recent(key)["refused"] == 30 and watch.recent(key)["failed"] == 0
     reading = watch.latest[key]
     assert reading == watch.latest[TOTAL]._replace(at=reading.at)
@@ -263,7 +264,7 @@ def test_an_hour_is_remembered_whether_or_not_somebody_looks_and_no_more() -> No
     watch = Watch(cast(Any, served))
     for second in range(3 * (WINDOW + POINTS * RECENT) // 2):
         served.predict.answered(200, 0.004)
-        watch._read(second, second)
+        deque(watch._read(second, second), 0)
     history = watch._histories[key]
     assert len(history.points()) == WINDOW and len(history.points(most=3)) == 3
     hour = [row[0] or 0.0 for row in history.points(is_hour=True)]
@@ -282,20 +283,20 @@ def test_what_is_remembered_is_bounded_and_busy_versions_go_before_idle_ones() -
     for at, each in enumerate(idle):
         each.name, each.metrics = f"idle-{at}", VersionMetrics(Metrics(), f"idle-{at}", "1")
     served.models = [*idle, served.model]
-    watch._read(1, 1)
+    deque(watch._read(1, 1), 0)
     assert len(watch._histories) == MOST_REMEMBERED and ("m", "1") not in watch._histories
     served.predict.answered(200, 0.004)
-    watch._read(2, 2)
+    deque(watch._read(2, 2), 0)
     assert {("m", "1"), TOTAL} < watch._histories.keys()
     assert len(watch._histories) == MOST_REMEMBERED
     for second in range(3, 3 + WINDOW):  # more are busy than there is room for: nobody is forgotten
         for each in served.models:
             each.metrics.kinds[0].answered(200, 0.004)
-        watch._read(second, second)
+        deque(watch._read(second, second), 0)
     assert len(watch._histories[TOTAL].points()) == WINDOW
     assert sum(len(each.points()) >= WINDOW for each in watch._histories.values()) >= 60
     served.models.clear()
-    watch._read(second + 1, second + 1)
+    deque(watch._read(second + 1, second + 1), 0)
     assert set(watch._histories) == set(watch._seen) == set(watch.latest) == {TOTAL}
 
 
