@@ -31,6 +31,7 @@ from modelyard.archiver.statement import Statement
 from modelyard.archiver.untrusted import names
 from modelyard.archiver.untrusted.container import CHUNK_BYTES, SUFFIXES, Progress, Writer
 from modelyard.archiver.writers import FolderWriter, TarWriter, ZipWriter, shrinks
+from modelyard.base.disk import flush
 
 if TYPE_CHECKING:
     from modelyard.archiver.signing import PrivateKey
@@ -201,7 +202,7 @@ def _replacing(target: Path, plan: Plan, archive_format: str) -> Iterator[Writer
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(target)
-        _sync_folder(target.parent)
+        flush(target.parent)
     finally:
         if temporary.is_dir():
             shutil.rmtree(temporary, ignore_errors=True)
@@ -251,15 +252,6 @@ def _replace_folder(new: Path, target: Path) -> None:
             old.rename(target)
         raise
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the rename outlast a power cut; a file system that cannot is left as it is."""
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _pack(

@@ -9,10 +9,10 @@ does anything else (`fork_ahead`): importing torch costs 1.3 seconds.
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -42,15 +42,14 @@ class _Forked:
 
     def wait(self, patience_s: float | None = None) -> int:
         """Return the exit code, negative for a signal, once the process has ended."""
-        ends = None if patience_s is None else time.monotonic() + patience_s
-        while self._status is None:
-            pid, status = os.waitpid(self.pid, 0 if ends is None else os.WNOHANG)
-            if pid:
-                self._status = os.waitstatus_to_exitcode(status)
-            elif ends is not None and time.monotonic() > ends:
-                raise subprocess.TimeoutExpired("fork", patience_s or 0)
-            else:
-                time.sleep(0.005)
+        if self._status is None:
+            ended = os.pidfd_open(self.pid)
+            try:
+                if not select.select([ended], [], [], patience_s)[0]:
+                    raise subprocess.TimeoutExpired("fork", patience_s or 0)
+            finally:
+                os.close(ended)
+            self._status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         return self._status
 
     def kill(self) -> None:

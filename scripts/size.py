@@ -5,6 +5,7 @@ A code line is neither blank nor a comment nor part of a docstring; statements t
 """
 
 import ast
+import functools
 import io
 import sys
 import tokenize
@@ -52,6 +53,7 @@ def files_of(package: str) -> Iterator[Path]:
             yield file
 
 
+@functools.cache
 def size_of(package: str) -> Size:
     """Return the size of a package."""
     sizes = [measure(file.read_text(encoding="utf-8")) for file in files_of(package)]

@@ -14,7 +14,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 TRIP = (
     "tests/archiver/test_write.py",
-    "tests/trips/test_predict.py::test_the_command_line_predicts[onnx]",
+    "tests/trips/test_determined.py::test_a_folder_of_the_platform_is_served[state-dict.pth]",
+    "tests/serve/test_server.py::test_start_status_second_start_token_and_stop",
 )
 """What is run by day: an export, an archive, a served answer."""
 WHOLE = ("test_docs.py", "test_image.py", "test_notebooks.py", "deploy/test_monitoring.py")

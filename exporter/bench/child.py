@@ -16,14 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from modelyard.archiver.signature import Dim, parse_signature
 from modelyard.exporter.arguments import choose_outputs, flatten, give_outputs, take_inputs
 from modelyard.exporter.checkpoint import open_model
 from modelyard.exporter.child import answer_questions
 from modelyard.exporter.errors import cause
-from modelyard.exporter.prove.watch import EachOperator
+from modelyard.exporter.prove.watch import count
 from modelyard.handlers.models.backends import open_artifact
 from modelyard.handlers.proof.agree import full_precision
 from modelyard.handlers.proof.probes import Probe, make_inputs
@@ -279,17 +278,10 @@ def count_flops(call: Callable[[], object]) -> tuple[int | None, list[str]]:
     Returns:
         The count, or None where operators without a formula were met; and these.
     """
-    seen = set()
-
-    def run(func: Any, args: tuple[Any, ...], given: Mapping[str, Any]) -> Any:
-        seen.add(str(func.name()).partition("::")[2].partition(".")[0])
-        return func(*args, **given)
-
-    counter = FlopCounterMode(display=False, custom_mapping=_FORMULAS)
-    with torch.no_grad(), counter, EachOperator(run):
+    with torch.no_grad(), count(_FORMULAS) as counted:
         call()
-    unknown = sorted(seen & _WITHOUT_FORMULA)
-    return None if unknown else counter.get_total_flops(), unknown
+    unknown = sorted(counted.names & _WITHOUT_FORMULA)
+    return None if unknown else round(counted.gflop * 1e9), unknown
 
 
 def _recurrent(steps: _Shape, inner: _Shape, outer: _Shape, *_: object, **__: object) -> int:

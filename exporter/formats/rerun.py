@@ -80,6 +80,13 @@ def _merged(fast: Any, full: Any, main: str, least: float) -> Any:
         for each, prefix in ((fast, "fast_"), (full, "full_"))
     )
     node = helper.make_node
+
+    def typed(prefix: str) -> list[Any]:
+        values = [type(each).FromString(each.SerializeToString()) for each in full.graph.output]
+        for value, name in zip(values, outputs, strict=True):
+            value.name = f"{prefix}{name}"
+        return values
+
     names = {name: f"full_rows_{name}" for name in inputs}
     for each in full.graph.node:
         each.input[:] = [names.get(name, name) for name in each.input]
@@ -98,20 +105,14 @@ def _merged(fast: Any, full: Any, main: str, least: float) -> Any:
         ],
         "again",
         [],
-        [
-            _typed(each, f"again_{name}")
-            for each, name in zip(full.graph.output, outputs, strict=True)
-        ],
+        typed("again_"),
         full.graph.initializer,
     )
     kept = helper.make_graph(
         [node("Identity", [f"fast_{name}"], [f"kept_{name}"]) for name in outputs],
         "kept",
         [],
-        [
-            _typed(each, f"kept_{name}")
-            for each, name in zip(full.graph.output, outputs, strict=True)
-        ],
+        typed("kept_"),
     )
     constants: dict[str, NDArray[Any]] = {
         "undecided_two": np.array([2], np.int64),
@@ -139,7 +140,7 @@ def _merged(fast: Any, full: Any, main: str, least: float) -> Any:
         nodes,
         fast.graph.name,
         fast.graph.input,
-        [_typed(each, name) for each, name in zip(full.graph.output, outputs, strict=True)],
+        typed(""),
         [
             *fast.graph.initializer,
             *(numpy_helper.from_array(value, name) for name, value in constants.items()),
@@ -152,10 +153,3 @@ def _merged(fast: Any, full: Any, main: str, least: float) -> Any:
         functions=[*fast.functions, *full.functions],
         ir_version=max(fast.ir_version, full.ir_version),
     )
-
-
-def _typed(value: Any, name: str) -> Any:
-    copy = type(value)()
-    copy.CopyFrom(value)
-    copy.name = name
-    return copy

@@ -162,19 +162,10 @@ def _trace(
         strict: read the model's bytecode instead of running it, which knows what a size is where
             Python asks for a number (`len(x)`, `int(x.max())`), and does not know much else.
     """
-    with quiet(*_TALKATIVE), redirect_stderr(StringIO()), any_length(), _plain_einsum():
+    # einsum takes its operands in their order: the best one, by sizes, would fix them.
+    in_order = torch.backends.opt_einsum.flags(enabled=False)
+    with quiet(*_TALKATIVE), redirect_stderr(StringIO()), any_length(), in_order:
         return torch.export.export(model, example, dynamic_shapes=shapes, strict=strict)
-
-
-@contextmanager
-def _plain_einsum() -> Iterator[None]:
-    """Let einsum take its operands in their order: the best one, by sizes, would fix them."""
-    before = torch.backends.opt_einsum.enabled
-    torch.backends.opt_einsum.enabled = False
-    try:
-        yield
-    finally:
-        torch.backends.opt_einsum.enabled = before
 
 
 @contextmanager

@@ -20,19 +20,7 @@ from modelyard.exporter.ingest.rebuild import Storage, is_known, tensor_on
 from modelyard.exporter.ingest.source import MAX_JSON_BYTES, Source, parse_object
 from modelyard.exporter.ingest.torch_file import TorchZip, read_torch_file
 from modelyard.exporter.ingest.value import as_dict, as_text
-from modelyard.handlers.judge.check import check
-
-_DTYPES: Mapping[int, torch.dtype] = {
-    number: getattr(torch, name)
-    for first, names in (
-        (1, "uint8 int8 int16 int32 int64 float16 float32 float64"),
-        (9, "complex32 complex64 complex128 bool bfloat16"),
-        (28, "uint16 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu"),
-        (34, "uint32 uint64"),
-    )
-    for number, name in enumerate(names.split(), first)
-}
-"""The numbers of torch's `ScalarType` in a program."""
+from modelyard.handlers.judge.check import DTYPES, check
 
 _MOST = 8  # the end of a range that the program leaves open
 _MOST_STATED = 64  # of one that it states, which may be longer: each size costs time to prove
@@ -138,7 +126,7 @@ def _read_weights(container: TorchZip, config: str) -> dict[str, Tensor]:
 def _tensor(
     source: Source, name: str, storage: torch.UntypedStorage, meta: Mapping[str, Any]
 ) -> Tensor:
-    dtype = _DTYPES.get(meta.get("dtype") or 0)
+    dtype = DTYPES.get(meta.get("dtype") or 0)
     sizes, strides = _ints(meta.get("sizes")), _ints(meta.get("strides"))
     offset = _ints([meta.get("storage_offset")])
     if dtype is None or None in (*sizes, *strides, *offset):
@@ -191,7 +179,7 @@ def _arguments(specs: Any, kind: str, values: Mapping[str, Any]) -> tuple[Mappin
         tensor = as_dict(as_dict(as_dict(spec[kind]).get("arg")).get("as_tensor"))
         name = as_text(tensor.get("name"))
         meta = as_dict(values.get(name or ""))
-        dtype = _DTYPES.get(meta.get("dtype") or 0)
+        dtype = DTYPES.get(meta.get("dtype") or 0)
         shape = [_size(size) for size in _list(meta.get("sizes"))]
         element = str(dtype).removeprefix("torch.") if dtype else None
         arguments.append({"name": name, "dtype": element, "shape": shape})

@@ -4,6 +4,7 @@ Nobody knows the real inputs. But batch-norm keeps the spread that it saw in tra
 a first layer was trained beside its products, and real rows get more than one label.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -28,8 +29,13 @@ _ADVICE = "give --sample what the model gets in use, after the same preprocessin
 def doubts(model: nn.Module, samples: Sequence[Sample], signature: Signature) -> list[str]:
     """Return a sentence for each thing that makes samples unlike what the model was trained on."""
     seen: dict[str, list[Tensor]] = {}
+
+    def keep(name: str, module: nn.Module, given: tuple[Any, ...]) -> None:
+        if given and isinstance(given[0], Tensor):
+            seen.setdefault(name, []).append(_shares(module, given[0]))
+
     handles = [
-        module.register_forward_pre_hook(_keeper(seen.setdefault(name, [])))
+        module.register_forward_pre_hook(functools.partial(keep, name))
         for name, module in model.named_modules()
         if isinstance(module, _WEIGHTED | _NORMS)
     ]
@@ -53,14 +59,6 @@ def doubts(model: nn.Module, samples: Sequence[Sample], signature: Signature) ->
 
 _NORMS = nn.modules.batchnorm._BatchNorm
 _WEIGHTED = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
-
-
-def _keeper(kept: list[Tensor]) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-    def keep(module: nn.Module, given: tuple[Any, ...]) -> None:
-        if given and isinstance(given[0], Tensor):
-            kept.append(_shares(module, given[0]))
-
-    return keep
 
 
 def _shares(module: nn.Module, given: Tensor) -> Tensor:
@@ -93,8 +91,7 @@ def _scales(model: nn.Module, seen: dict[str, list[Tensor]], signature: Signatur
     if not any(spec.is_float and not spec.values for spec in signature.inputs):
         return
     modules = dict(model.named_modules())
-    ran = [name for name, kept in seen.items() if kept]
-    for name in ran:
+    for name in seen:
         module = modules[name]
         if isinstance(module, _NORMS) and module.running_var is not None:
             got = torch.stack(seen[name]).mean(0)
@@ -105,7 +102,7 @@ def _scales(model: nn.Module, seen: dict[str, list[Tensor]], signature: Signatur
                     "as in training"
                 )
             return
-    for name in ran[:1]:
+    for name in list(seen)[:1]:
         bias = getattr(modules[name], "bias", None)
         if bias is None or not bias.any():
             return

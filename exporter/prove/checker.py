@@ -94,31 +94,20 @@ class _OpenArtifact:
 
     def answer(self, question: Mapping[str, Any]) -> dict[str, Any]:
         try:
-            if "open" in question:
+            if (task := question.get("open")) is not None:
                 self._artifact = None  # before the next is there: memory holds one
-                self._open(question["open"])
+                self._artifact = open_artifact(
+                    Path(task["artifact"]), task["format"], task["device"], trusted=task["trusted"]
+                )
             else:
-                self._run_case(question["case"])
-        except ParityError as error:
-            return {"error": str(error)}
+                assert self._artifact is not None
+                inputs = torch.load(self._folder / _CASE, weights_only=True)
+                torch.save(run(self._artifact, inputs), self._folder / _ANSWER)
+        # Each format's library fails in its own ways; all mean that a worker could not serve it.
+        except Exception as error:
+            failed = f"run at {question['case']}" if "case" in question else "load"
+            return {"error": f"the artifact does not {failed}: {cause(error)}"}
         return {}
-
-    def _open(self, task: Mapping[str, Any]) -> None:
-        try:
-            self._artifact = open_artifact(
-                Path(task["artifact"]), task["format"], task["device"], trusted=task["trusted"]
-            )
-        # Each format's library fails in its own ways; all mean that a worker could not load it.
-        except Exception as error:
-            raise ParityError(f"the artifact does not load: {cause(error)}") from error
-
-    def _run_case(self, case: str) -> None:
-        assert self._artifact is not None
-        try:
-            outputs = run(self._artifact, torch.load(self._folder / _CASE, weights_only=True))
-        except Exception as error:
-            raise ParityError(f"the artifact does not run at {case}: {cause(error)}") from error
-        torch.save(outputs, self._folder / _ANSWER)
 
 
 def check_artifacts(folder: Path) -> None:

@@ -6,7 +6,7 @@ by 2 K, an error of 1 K is half.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -101,26 +101,24 @@ class LossLearner:
     def loss(self) -> Loss:
         """Return what is lost over all cases."""
         if len({len(each[0]) for each in self._seen}) > 1:
-            self._seen = [_pooled(each) for each in self._seen]
-        count, middle, squares, low, high, off, worst = (
-            np.stack(each) for each in zip(*self._seen, strict=True)
-        )
-        number = count.sum(0)
-        centre = (count * middle).sum(0) / number
-        squares = squares.sum(0) + (count * np.square(middle - centre)).sum(0)
-        spread = high.max(0) - low.min(0)
-        size = np.maximum(np.abs(high.max(0)), np.abs(low.min(0)))
+            # Of places that come and go, all are one.
+            self._seen = [_joined(zip(*(part[:, None] for part in each), strict=True))
+                          for each in self._seen]  # fmt: skip
+        number, _, squares, low, high, off, worst = _joined(self._seen)
+        spread = high - low
+        size = np.maximum(np.abs(high), np.abs(low))
         varies = spread > _CONSTANT * size
         if not varies.any():
             varies, spread = np.ones_like(varies), np.maximum(size, 1e-30)
             squares = np.full_like(squares, math.nan)
-        off, worst = off.sum(0)[varies], worst.max(0)[varies]
-        spread, squares = spread[varies], squares[varies]
+        number, off, worst, spread, squares = (
+            each[varies] for each in (number, off, worst, spread, squares)
+        )
         r2 = float(np.mean(1 - off / squares))
         return Loss(
             rows=self._rows,
             spread=float(spread.max()),
-            error=float(np.sqrt(np.mean(off / number[varies] / np.square(spread)))),
+            error=float(np.sqrt(np.mean(off / number / np.square(spread)))),
             worst=float(np.max(worst / spread)),
             r2=r2 if math.isfinite(r2) else None,
             top1_agreement=self._same / self._ranked if self._ranked else None,
@@ -136,18 +134,9 @@ def _by_place(tensor: Tensor) -> _Numbers:
     return numbers
 
 
-def _pooled(seen: Sequence[_Numbers]) -> tuple[_Numbers, ...]:
-    """Return the sums of all places as one."""
-    count, middle, squares, low, high, off, worst = seen
-    centre = (count * middle).sum() / count.sum()
-    between = (count * np.square(middle - centre)).sum()
-    each = (
-        count.sum(),
-        centre,
-        squares.sum() + between,
-        low.min(),
-        high.max(),
-        off.sum(),
-        worst.max(),
-    )
-    return tuple(np.array([value]) for value in each)
+def _joined(seen: Iterable[Sequence[_Numbers]]) -> tuple[_Numbers, ...]:
+    """Return the sums of several parts as those of one, place by place."""
+    count, middle, squares, low, high, off, worst = map(np.stack, zip(*seen, strict=True))
+    centre = (count * middle).sum(0) / count.sum(0)
+    squares = squares.sum(0) + (count * np.square(middle - centre)).sum(0)
+    return count.sum(0), centre, squares, low.min(0), high.max(0), off.sum(0), worst.max(0)

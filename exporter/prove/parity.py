@@ -7,7 +7,6 @@ with their number. Both are judged by the rule of `handlers.proof.agree`.
 import hashlib
 import json
 import math
-import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -18,6 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from modelyard.archiver.signature import Dim, Signature
+from modelyard.base.disk import flush
 from modelyard.exporter.errors import ParityError
 from modelyard.exporter.prove.checker import Checker
 from modelyard.exporter.prove.limits import Unusual, find_limits, with_limits
@@ -221,19 +221,10 @@ def publish(report: ExportReport, finished: Path) -> None:
     text = json.dumps(report.to_json(), indent=2, allow_nan=False) + "\n"
     draft.write_text(text, encoding="utf-8")
     for path in (finished, draft, finished.parent):
-        _flush(path)
+        flush(path)
     finished.replace(report.artifact)
     draft.replace(report.path)
-    _flush(report.artifact.parent)
-
-
-def _flush(path: Path) -> None:
-    """Wait until a file or folder is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    flush(report.artifact.parent)
 
 
 def check(

@@ -112,16 +112,23 @@ class Counted:
     gflop: float = 0.0
     """Arithmetic, 1e9 floating-point operations; of matrix products, convolutions, attention."""
     operators: int = 0
+    names: set[str] = field(default_factory=set)
+    """Operators that were run, without their overloads."""
 
 
 @contextmanager
-def count() -> Iterator[Counted]:
-    """Count what is run in this context; it is known once that is left."""
+def count(formulas: dict[Any, Any] | None = None) -> Iterator[Counted]:
+    """Count what is run in this context; it is known once that is left.
+
+    Args:
+        formulas: operator → its arithmetic by shapes, beside torch's own.
+    """
     counted = Counted()
-    flops = FlopCounterMode(display=False)
+    flops = FlopCounterMode(display=False, custom_mapping=formulas)
 
     def run(func: Any, args: tuple[Any, ...], given: Mapping[str, Any]) -> Any:
         counted.operators += 1
+        counted.names.add(func.name().partition("::")[2].partition(".")[0])
         return func(*args, **given)
 
     with flops, EachOperator(run):

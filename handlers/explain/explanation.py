@@ -546,6 +546,7 @@ def _numbers(
         relative = abs(delta / float(difference))
     found, net_share, warnings = _apart(found, method, numbers, rounding)
     error = found.error
+    hidden = 0.0 if found.hidden is None else float(found.hidden)
     is_within = error is not None and bool(
         error <= options.tolerance
         if method.is_random
@@ -555,10 +556,10 @@ def _numbers(
         # Draws scatter around the sum, but no further than their errors allow.
         scatter = 3 * float(sizes_of(found.errors or ())) if method.is_random else 0.0
         if abs(delta) > scatter + max(options.tolerance * abs(float(difference)), rounding):
-            hidden = 0.0 if found.hidden is None else float(found.hidden)
             if float(error) <= options.tolerance or hidden > abs(delta) / 2:
                 warnings += (_missing(delta, float(difference)),)
             is_within = False
+    rows = {name: getattr(found, name) for name in ("attributions", "errors", "differences")}
     return numbers | {
         "convergence_delta": delta,
         "path_delta": None if found.path_delta is None else float(found.path_delta),
@@ -568,12 +569,8 @@ def _numbers(
         "baseline_error": _finite(found.set_error),
         "n_steps": int(found.n_steps),
         "tolerance_met": None if error is None else is_within,
-        "attributions": tuple(each[0] for each in found.attributions),
-        "errors": None if found.errors is None else tuple(each[0] for each in found.errors),
-        "hidden": 0.0 if found.hidden is None else float(found.hidden),
-        "differences": None
-        if found.differences is None
-        else tuple(each[0] for each in found.differences),
+        "hidden": hidden,
+        **{name: each and tuple(tensor[0] for tensor in each) for name, each in rows.items()},
         "warnings": warnings,
         "sides": None if found.sides is None else tuple(found.sides[0].tolist()),
     }

@@ -49,11 +49,17 @@ _INERT = re.compile(r"extra/[\w.-]+|\.data/\w+|archive_\w+|byteorder|version|\.\
 _NATIVE = re.compile(r"data/(aotinductor|executorch)/.*|.*\.(so|o|a|dylib|dll|pyd|cubin|cpp)")
 _PICKLE = re.compile(r"data/(weights|constants)/(.+\.pt|custom_obj_.*|opaque_obj_.*)")
 
-# Bytes per element, by the dtype's number in torch._export.serde.schema.ScalarType.
-_ELEMENT_BYTES = dict(enumerate((1, 1, 2, 4, 8, 2, 4, 8, 4, 8, 16, 1, 2), start=1)) | {
-    **{28: 2, 34: 4, 35: 8},
-    **dict.fromkeys(range(29, 34), 1),
+DTYPES: Mapping[int, torch.dtype] = {
+    number: getattr(torch, name)
+    for first, names in (
+        (1, "uint8 int8 int16 int32 int64 float16 float32 float64"),
+        (9, "complex32 complex64 complex128 bool bfloat16"),
+        (28, "uint16 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu"),
+        (34, "uint32 uint64"),
+    )
+    for number, name in enumerate(names.split(), first)
 }
+"""The numbers of torch's `ScalarType` (torch._export.serde.schema) in a program."""
 
 Finding = tuple[str, str]
 """A part of the file, and what is wrong with it."""
@@ -347,8 +353,7 @@ def _tensor_problem(entry: object, folder: str, sizes: Mapping[str, int]) -> str
 
 def _range_problem(meta: Mapping[str, Any], payload_bytes: int) -> str | None:
     """Return why a tensor does not lie inside its payload."""
-    element_bytes = _ELEMENT_BYTES.get(meta["dtype"])
-    if element_bytes is None:
+    if (dtype := DTYPES.get(meta["dtype"])) is None:
         return f"has an unknown dtype ({shown(meta['dtype'])})"
     shape = [_whole(size) for size in meta["sizes"]]
     strides = [_whole(stride) for stride in meta["strides"]]
@@ -359,10 +364,10 @@ def _range_problem(meta: Mapping[str, Any], payload_bytes: int) -> str | None:
     last = _whole(meta["storage_offset"]) + sum(
         (size - 1) * stride for size, stride in zip(shape, strides, strict=True)
     )
-    if (last + 1) * element_bytes > payload_bytes:
-        return f"reaches {(last + 1) * element_bytes} bytes into a payload of {payload_bytes}"
-    if elements * element_bytes > max(payload_bytes, MAX_REPEATED_BYTES):
-        return f"repeats a payload of {payload_bytes} bytes to {elements * element_bytes}"
+    if (last + 1) * dtype.itemsize > payload_bytes:
+        return f"reaches {(last + 1) * dtype.itemsize} bytes into a payload of {payload_bytes}"
+    if elements * dtype.itemsize > max(payload_bytes, MAX_REPEATED_BYTES):
+        return f"repeats a payload of {payload_bytes} bytes to {elements * dtype.itemsize}"
     return None
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from modelyard.archiver.untrusted.json import parse_json
+from modelyard.base.disk import flush
 
 FIRST = "0" * 64
 """What stands in the first entry for the line before it."""
@@ -149,11 +150,7 @@ class Trail:
         )
         if self.found.torn:  # it was never acknowledged, and would spoil the next line
             os.ftruncate(self._descriptor, len(whole))
-        folder = os.open(file.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        flush(file.parent)
 
     def append(self, who: str, what: str, **more: Any) -> None:
         """Write an entry, durably.

@@ -61,7 +61,7 @@ def test_with_that_example_everything_is_noticed(
     [
         ("good", "golden coverage 2 of 4: none sees `truncation` (add an example of more than 16 "
                  "tokens); none sees `case` (add an example with capitals)"),
-        ("Not " * 20 + "good", "golden coverage 4 of 4"),
+        pytest.param("Not " * 20 + "good", "golden coverage 4 of 4", marks=pytest.mark.nightly),
     ],
     ids=["short", "long"],
 )  # fmt: skip

@@ -387,6 +387,7 @@ def test_changed_labels_are_found(digits: Path) -> None:
     ]
 
 
+@pytest.mark.nightly  # by day tests/adversary/test_archives.py changes one
 def test_a_changed_artifact_is_found_by_parity(
     digits: Path, digits_artifacts: dict[str, Path]
 ) -> None:

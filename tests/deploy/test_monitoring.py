@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import re
@@ -74,6 +75,7 @@ def ask(server: LiveServer) -> None:
     server.predict("made-up", "x")
 
 
+@functools.cache
 def known_labels() -> dict[str, set[str]]:
     """Return the labels of each series that the server may have, those of rules included."""
     found: dict[str, set[str]] = {}

@@ -303,7 +303,9 @@ def test_nothing_to_serve_and_a_variable_without_effect_are_said(
 # -- attached ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)]
+)
 def test_in_the_foreground_it_stays_attached_and_stops_on_a_signal(
     store: Path, state: Path, number: int
 ) -> None:

@@ -3,8 +3,9 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -106,22 +107,10 @@ class AttributionRequest:
 
     def part(self, chunk: slice) -> "AttributionRequest":
         """Return some of the explanations, as a request of their own."""
-        weights = self.forward.weights
-        forward = replace(
-            self.forward,
-            targets=self.forward.targets[chunk],
-            weights=None if weights is None else weights[chunk],
-            fixed=tuple(tensor[chunk] for tensor in self.forward.fixed),
-        )
-        return replace(
-            self,
-            forward=forward,
-            inputs=tuple(tensor[chunk] for tensor in self.inputs),
-            baseline_sets=self.baseline_sets[chunk],
-            f_input=self.f_input[chunk],
-            f_baseline=self.f_baseline[chunk],
-            known_scales=_rows(self.known_scales, chunk),
-        )
+        part = partial(_rows, chunk)
+        forward = replace(self.forward, **part(self.forward, "targets", "weights", "fixed"))
+        own = part(self, "inputs", "f_input", "f_baseline", "known_scales")
+        return replace(self, forward=forward, baseline_sets=self.baseline_sets[chunk], **own)
 
 
 @dataclass(frozen=True)
@@ -173,26 +162,17 @@ class Attribution:
 
     def part(self, at: int) -> "Attribution":
         """Return what was found for one of the explanations, as of a request of its own."""
-        row = slice(at, at + 1)
-        return Attribution(
-            tuple(each[row] for each in self.attributions),
-            self.n_steps[row],
-            _rows(self.errors, row),
-            rounding=_row(self.rounding, row),
-            sides=_row(self.sides, row),
-            set_error=_row(self.set_error, row),
-            hidden=_row(self.hidden, row),
-            path_delta=_row(self.path_delta, row),
-            differences=_rows(self.differences, row),
-        )
+        return Attribution(**_rows(slice(at, at + 1), self, *(each.name for each in fields(self))))
 
 
-def _row(each: Tensor | None, row: slice) -> Tensor | None:
-    return None if each is None else each[row]
-
-
-def _rows(each: Tensors | None, rows: slice) -> Tensors | None:
-    return None if each is None else tuple(tensor[rows] for tensor in each)
+def _rows(rows: slice, owner: object, *names: str) -> dict[str, Any]:
+    """Return some rows of fields by their names, of each of several tensors; nothing of None."""
+    found = ((name, getattr(owner, name)) for name in names)
+    return {
+        name: tuple(tensor[rows] for tensor in each) if isinstance(each, tuple) else each[rows]
+        for name, each in found
+        if each is not None
+    }
 
 
 def gradients(forward: ForwardFunction, points: Tensors, rows: Tensor) -> Tensors:

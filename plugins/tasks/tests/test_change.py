@@ -30,6 +30,8 @@ from plugins.tasks.tests.test_trees import CASES, TREES, drawn_trees, graph_of
 
 RANGES = (Range(-1, 2, False), Range(0, 3, True), Range(-0.5, 1.5, False))
 TEXTS = ("a", "b", "c")
+SEEDS = [pytest.param(seed, marks=pytest.mark.nightly if seed % 3 else ()) for seed in range(24)]
+"""Models and rows that are drawn; a third of them by day."""
 
 
 def one_hot(value: Any) -> list[float]:
@@ -161,7 +163,7 @@ def refute(
     return None
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_the_smallest_change_of_trees_is_the_smallest_there_is(seed: int, tmp_path: Path) -> None:
     """Against each value of each stretch between two thresholds."""
     artifact, row = forest(seed, tmp_path), drawn_row(seed)
@@ -184,7 +186,7 @@ def test_the_smallest_change_of_trees_is_the_smallest_there_is(seed: int, tmp_pa
     assert 0 < told["predictions"] <= MOST_PREDICTIONS + 1000
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_the_smallest_change_of_a_network_is_none_larger_than_on_a_grid(seed: int) -> None:
     artifact, row = network(seed), drawn_row(seed)
     first = predicted(artifact, row)

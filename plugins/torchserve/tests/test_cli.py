@@ -191,10 +191,13 @@ def test_start_serve_and_stop(home: Home, store: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("models", "missing"),
-    [("ehco", "ehco"), ("echo.mar,absent.mar", "absent.mar"), ("x=ehco.mar", "ehco.mar")],
+    ("models", "missing", "attached"),
+    [
+        ("ehco", "ehco", []),
+        ("echo.mar,absent.mar", "absent.mar", ["--foreground"]),
+        ("x=ehco.mar", "ehco.mar", []),
+    ],
 )
-@pytest.mark.parametrize("attached", [[], ["--foreground"]], ids=["background", "foreground"])
 def test_a_model_that_is_not_in_the_store_ends_the_start(
     home: Home, store: Path, models: str, missing: str, attached: list[str]
 ) -> None:

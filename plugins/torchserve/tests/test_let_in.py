@@ -134,7 +134,10 @@ def ways(keys: Keys) -> list[tuple[str | None, Keys]]:
             for proxy in ({}, {"X-Forwarded-For": "203.0.113.9"})]  # fmt: skip
 
 
-@pytest.mark.parametrize("is_off", [None, False], ids=["unsaid", "tokens"])
+@pytest.mark.parametrize(
+    "is_off",
+    [pytest.param(None, id="unsaid"), pytest.param(False, id="tokens", marks=pytest.mark.nightly)],
+)
 def test_every_route_takes_its_key_alone_and_a_proxy_is_not_this_machine(
     tmp_path: Path, is_off: bool | None
 ) -> None:
