@@ -12,6 +12,7 @@ import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from modelyard.archiver.digest import Digest, DigestedFile, digest_of_all
@@ -198,21 +199,42 @@ def open_archive(
         raise
 
 
-def read_manifest(path: Path) -> Manifest:
-    """Return what an archive says it is; no digest in it is checked.
+@dataclass(frozen=True)
+class Unchecked:
+    """An archive of which no digest was checked."""
+
+    manifest: Manifest
+    files: tuple[Member, ...]
+    _chunks: Callable[[Member], Iterator[bytes]]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """List the files' names."""
+        return tuple(file.name for file in self.files)
+
+    def read(self, name: str) -> bytes:
+        """Return one file's content.
+
+        Raises:
+            Damaged: it is not what the container says.
+        """
+        return b"".join(self._chunks(self.files[self.names.index(name)]))
+
+
+@contextlib.contextmanager
+def peek(path: Path) -> Iterator[Unchecked]:
+    """Yield an archive of which only the names, the sizes and the manifest are read.
 
     Raises:
         ArchiveNotFound, RefusedArchive.
     """
-    reader = _open(path)
-    try:
+    with contextlib.closing(_open(path)) as reader:
         problems = reader.check(lambda done, total: None)
         manifest, more = _read_manifest(reader, True) if reader.is_readable else (None, [])
-    finally:
-        reader.close()
-    if manifest is None:
-        raise RefusedArchive(f"{path.name} is refused", problems + more)
-    return manifest
+        if manifest is None:
+            raise RefusedArchive(f"{path.name} is refused", problems + more)
+        files = tuple(member for member in reader.members if not member.is_folder)
+        yield Unchecked(manifest, files, reader.chunks)
 
 
 def _open(path: Path) -> Reader:

@@ -23,6 +23,7 @@ from modelyard.serve.control.repository import Repository
 from modelyard.serve.control.state import make_keys
 from modelyard.serve.dataplane.budget import AnswerBudget
 from modelyard.serve.dataplane.metrics import Metrics
+from modelyard.serve.dataplane.process import ForkServer
 from modelyard.serve.dataplane.tracing import Tracing, open_tracing
 from modelyard.serve.dataplane.worker import frame_bytes
 from modelyard.serve.errors import StartError
@@ -75,21 +76,24 @@ class Server:
 
 
 def create_server(
-    settings: Settings, access: AccessLog | None = None, keys: Mapping[str, str] | None = None
+    policy: Policy,
+    access: AccessLog | None = None,
+    keys: Mapping[str, str] | None = None,
+    fork_server: ForkServer | None = None,
 ) -> Server:
     """Write new keys, build everything and bind the addresses.
 
     Args:
         access: takes a line for each request.
         keys: those of other servers too, in place of new ones.
+        fork_server: what forks workers.
 
     Raises:
         StartError: an address cannot be bound, or the keys cannot be written.
     """
-    policy, metrics, registry, state = Policy(settings), Metrics(), Registry(), ServerState()
+    settings, metrics, registry, state = policy.settings, Metrics(), Registry(), ServerState()
     budget = answer_budget(settings, policy)
-    lifecycle = Lifecycle(policy, registry, metrics, budget)
-    lifecycle.foresee()
+    lifecycle = Lifecycle(policy, registry, metrics, budget, fork_server)
     repository = Repository(lifecycle, settings.allow_load)
     grants = known_tokens(settings, keys or make_keys(policy.state.key_file))
     is_open, is_never = not settings.asks_for_tokens, settings.auth == "never"

@@ -5,14 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from modelyard.archiver import Archive
 from modelyard.archiver.untrusted.names import check_name
 from modelyard.base.threads import thread_environment
-from modelyard.serve.control.environment import interpreter_for
 from modelyard.serve.control.model_config import ModelConfig, ModelSpec, load_model_config
-from modelyard.serve.control.registry import Registry
 from modelyard.serve.control.saved import read_models, read_notes, write_models
 from modelyard.serve.control.sizing import Allocation, ResourceRequest, share_of
 from modelyard.serve.control.state import StateDir
@@ -20,6 +17,10 @@ from modelyard.serve.control.store import find_archive, list_archives, parse_mod
 from modelyard.serve.dataplane.worker import WorkerPolicy
 from modelyard.serve.settings import Settings
 from modelyard.serve.walls.environment import PASSED, choose_variables
+
+if TYPE_CHECKING:
+    from modelyard.archiver import Archive
+    from modelyard.serve.control.registry import Registry
 
 Share = Callable[[ResourceRequest], Awaitable[Allocation]]
 """Returns a model's part of the machine, beside the others that start with it or run already."""
@@ -130,6 +131,8 @@ class Policy:
         Raises:
             BadRequest: something is missing and may not or cannot be installed.
         """
+        from modelyard.serve.control.environment import interpreter_for  # which few need at a start
+
         environments = self.state.root / "environments"
         return interpreter_for(archive, folder, environments, self.settings.install_requirements)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import re
 import secrets
 import sys
 from collections.abc import AsyncIterator
@@ -19,10 +18,10 @@ from modelyard.archiver.proven import Unproven, find_unproven
 from modelyard.archiver.signing import find_signer, read_trusted_keys
 from modelyard.archiver.untrusted.names import (
     MANIFEST_NAME,
-    builtin_handlers,
     check_version,
 )
 from modelyard.serve.control.model_config import ModelConfig, ModelSpec
+from modelyard.serve.control.preload import OUR_HANDLERS, choose_preload, without_twin
 from modelyard.serve.control.registry import ModelVersion
 from modelyard.serve.control.sandbox import Sandbox, own_variables
 from modelyard.serve.control.sizing import is_on_gpu, this_machine
@@ -40,17 +39,10 @@ from modelyard.serve.policy import Policy
 
 logger = logging.getLogger(__name__)
 
-MAX_SOURCE_BYTES = 1 << 20
-"""Size of an author's file that is searched for what it needs."""
-NEEDS_TORCH = re.compile(rb"torch|transformers|modelyard.*Handler")
-_SETS_VARIABLES = re.compile(rb"environ|putenv|setenv")
 STEPS = "generate"
 """The built-in handler whose loop has a process to itself."""
 EXPLAINERS_NICENESS = 10
 """An explanation takes seconds of a core; predictions on the same core go first."""
-OUR_HANDLERS = frozenset(builtin_handlers()) - {"text_classifier"}
-"""Handlers among the built-in ones that are ours; the other is a dialect's, and knows none of our
-options."""
 
 
 def admit(
@@ -99,17 +91,18 @@ class Builder:
     """Builds the model versions of one server."""
 
     def __init__(
-        self, policy: Policy, metrics: Metrics, budget: AnswerBudget | None = None
+        self,
+        policy: Policy,
+        metrics: Metrics,
+        budget: AnswerBudget | None = None,
+        fork_server: ForkServer | None = None,
     ) -> None:
         self._policy = policy
         self._budget = budget
         self._metrics = metrics
         self._answers = AnswerStore(policy.settings.answer_cache_bytes)
         self.sandbox = Sandbox(policy.settings)
-        self.fork_server: ForkServer | None = None
-        if policy.settings.fork_workers:
-            folder = policy.state.unpacked / "temporary"
-            self.fork_server = ForkServer(policy.environment(threads=1), folder)
+        self.fork_server = fork_server
 
     @asynccontextmanager
     async def build(
@@ -315,41 +308,3 @@ def _watch(metrics: VersionMetrics, batcher: Batcher, pool: Pool, kind: int) -> 
     metrics.kinds[kind].watch(
         lambda: batcher.queued + pool.in_flight(kind), lambda: batcher.oldest_s
     )
-
-
-def without_twin(preload: Preload, archive: Archive, handler: str) -> Preload:
-    """Return what to import for workers that leave explaining to others.
-
-    Our handlers do not load the twin there; an author's may.
-    """
-    seal, artifact = archive.manifest.modelyard, archive.manifest.serialized_file
-    if seal is None or seal.explain is None or handler not in OUR_HANDLERS:
-        return preload
-    programs = {name for name in archive.names if name.endswith(".pt2")}
-    if programs - {seal.explain.artifact} or artifact in programs:
-        return preload
-    return replace(preload, modules=tuple(name for name in preload.modules if name != "program"))
-
-
-def choose_preload(archive: Archive, handler: str | None) -> Preload | None:
-    """Return what to import before a worker for this archive is forked; None starts it by itself.
-
-    A guess, which changes how long a start takes, and never what is answered. A worker whose
-    handler needs no torch starts as fast by itself. One that changes the environment may do so for
-    what torch reads when it is imported.
-    """
-    sources = [file for file in archive.files if file.name.endswith(".py")]
-    place = (handler or "").partition(":")[0].removesuffix(".py")
-    if any(file.name.removesuffix(".py") == place for file in sources):
-        if sum(file.size_bytes for file in sources) > MAX_SOURCE_BYTES:
-            return None
-        text = b"\n".join(archive.read(file.name) for file in sources)
-        if not NEEDS_TORCH.search(text) or _SETS_VARIABLES.search(text):
-            return None
-    own = set()
-    for *folders, file in (name.split("/") for name in archive.names):
-        own.update(folders)
-        if file.endswith((".py", ".pyc", ".so")):
-            own.add(file.partition(".")[0])
-    has_program = any(name.endswith(".pt2") for name in archive.names)
-    return Preload(("torch", "program") if has_program else ("torch",), tuple(own))

@@ -20,6 +20,7 @@ from modelyard.serve.control.registry import ModelVersion, Registry
 from modelyard.serve.dataplane.budget import AnswerBudget
 from modelyard.serve.dataplane.metrics import Metrics
 from modelyard.serve.dataplane.pool import Pool
+from modelyard.serve.dataplane.process import ForkServer
 from modelyard.serve.errors import (
     CleanupTimedOut,
     LoadFailed,
@@ -48,11 +49,12 @@ class Lifecycle:
         registry: Registry,
         metrics: Metrics,
         budget: AnswerBudget | None = None,
+        fork_server: ForkServer | None = None,
     ) -> None:
         self.policy = policy
         self.registry = registry
         self._settings = policy.settings
-        self._builder = Builder(policy, metrics, budget)
+        self._builder = Builder(policy, metrics, budget, fork_server)
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._unlisted: set[Pool] = set()
         """Pools of versions that come or go: not in the registry, and to be stopped like it."""
@@ -163,15 +165,6 @@ class Lifecycle:
         if model.warning:
             logger.warning("%s", model.warning)
         return model
-
-    def foresee(self) -> None:
-        """Have imported what the models of this start were forked with when they were served last.
-
-        It takes as long as all else that a start does, and goes on beside it.
-        """
-        modules = {n for spec in self.policy.models_at_start(is_trial=True) for n in spec.imports}
-        if modules and self._builder.fork_server is not None:
-            self._builder.fork_server.prepare(tuple(modules), starts=True)
 
     def prepare_explainers(self) -> None:
         """Import ahead, once a start is over, what the first explanations will need."""

@@ -51,10 +51,9 @@ class Reloader:
         self._looked_s = 0.0
 
     async def run(self) -> None:
-        """Look for edits until this is cancelled, where folders of an author's are named."""
-        if self._folders:
-            logger.info("edits of %s are served", ", ".join(map(str, self._folders)))
-        while self._folders:
+        """Look for edits until this is cancelled."""
+        logger.info("edits of %s are served", ", ".join(map(str, self._folders)))
+        while True:
             try:
                 await self.look()
             except Exception:  # the next edit may go better

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from modelyard.archiver import open_archive, write_archive
-from modelyard.serve.control.build import choose_preload, without_twin
+from modelyard.serve.control.preload import choose_preload, without_twin
 from modelyard.serve.dataplane.process import _send
 from tests.serve import live
 from tests.serve.live import (
@@ -251,7 +251,7 @@ def test_what_loads_a_twin_is_imported_for_workers_that_explain(digits_store: Pa
     assert modules("pt2.mar", "image_classifier", explains=False) == both
 
 
-def test_what_is_prepared_is_imported_and_answered_by_nothing() -> None:
+def test_what_is_prepared_is_imported_while_nobody_waits_for_a_worker() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command = [sys.executable, "-P", "-m", "modelyard.serve.worker", "--fork-server"]
     with ours, theirs:
@@ -265,9 +265,15 @@ def test_what_is_prepared_is_imported_and_answered_by_nothing() -> None:
         ours.settimeout(60)
         null = os.open(os.devnull, os.O_RDWR)
         _send(ours, {"modules": ["torch", "program"], "own": []}, ())
-        # A worker of such an archive cannot be forked once there is another `sympy`.
-        _send(ours, {"modules": [], "own": ["sympy"], "environment": {}}, (null, null, null))
+        # A worker of such an archive cannot be forked once there are others of these names.
+        request = {"modules": ["torch"], "own": ["torch", "sympy"], "environment": {}}
+
+        def refusal() -> object:
+            _send(ours, request, (null, null, null))
+            return json.loads(ours.recv(4096))["refused"]
+
+        assert refusal() == "RuntimeError: the archive has modules named torch"
+        both = "RuntimeError: the archive has modules named sympy, torch"
+        poll(lambda: refusal() == both, "what is prepared", timeout_s=60)
         os.close(null)
-        said = json.loads(ours.recv(4096))
-    assert said["refused"] == "RuntimeError: the archive has modules named sympy"
     assert process.wait(20) == 0
