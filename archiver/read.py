@@ -12,7 +12,6 @@ import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from modelyard.archiver.digest import Digest, DigestedFile, digest_of_all
@@ -199,31 +198,9 @@ def open_archive(
         raise
 
 
-@dataclass(frozen=True)
-class Unchecked:
-    """An archive of which no digest was checked."""
-
-    manifest: Manifest
-    files: tuple[Member, ...]
-    _chunks: Callable[[Member], Iterator[bytes]]
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """List the files' names."""
-        return tuple(file.name for file in self.files)
-
-    def read(self, name: str) -> bytes:
-        """Return one file's content.
-
-        Raises:
-            Damaged: it is not what the container says.
-        """
-        return b"".join(self._chunks(self.files[self.names.index(name)]))
-
-
 @contextlib.contextmanager
-def peek(path: Path) -> Iterator[Unchecked]:
-    """Yield an archive of which only the names, the sizes and the manifest are read.
+def peek(path: Path) -> Iterator[tuple[Manifest, tuple[Member, ...], Callable[[str], bytes]]]:
+    """Yield an archive's manifest, its files, and what reads one; no digest in it is checked.
 
     Raises:
         ArchiveNotFound, RefusedArchive.
@@ -233,8 +210,8 @@ def peek(path: Path) -> Iterator[Unchecked]:
         manifest, more = _read_manifest(reader, True) if reader.is_readable else (None, [])
         if manifest is None:
             raise RefusedArchive(f"{path.name} is refused", problems + more)
-        files = tuple(member for member in reader.members if not member.is_folder)
-        yield Unchecked(manifest, files, reader.chunks)
+        files = {member.name: member for member in reader.members if not member.is_folder}
+        yield manifest, tuple(files.values()), lambda name: b"".join(reader.chunks(files[name]))
 
 
 def _open(path: Path) -> Reader:

@@ -23,7 +23,6 @@ from modelyard.serve.control.repository import Repository
 from modelyard.serve.control.state import make_keys
 from modelyard.serve.dataplane.budget import AnswerBudget
 from modelyard.serve.dataplane.metrics import Metrics
-from modelyard.serve.dataplane.process import ForkServer
 from modelyard.serve.dataplane.tracing import Tracing, open_tracing
 from modelyard.serve.dataplane.worker import frame_bytes
 from modelyard.serve.errors import StartError
@@ -41,7 +40,6 @@ from modelyard.serve.http.application import (
 from modelyard.serve.http.connection import Accepts, Access
 from modelyard.serve.http.listener import Listener, Tls
 from modelyard.serve.http.site import Cors, SiteCheck
-from modelyard.serve.http.tls import watched_tls
 from modelyard.serve.http.tokens import Grants, make_grant, parse_grants, read_token_file
 from modelyard.serve.http.watched import Watched
 from modelyard.serve.observers import Host, Observer, make_observers, with_observers
@@ -76,24 +74,20 @@ class Server:
 
 
 def create_server(
-    policy: Policy,
-    access: AccessLog | None = None,
-    keys: Mapping[str, str] | None = None,
-    fork_server: ForkServer | None = None,
+    policy: Policy, access: AccessLog | None = None, keys: Mapping[str, str] | None = None
 ) -> Server:
     """Write new keys, build everything and bind the addresses.
 
     Args:
         access: takes a line for each request.
         keys: those of other servers too, in place of new ones.
-        fork_server: what forks workers.
 
     Raises:
         StartError: an address cannot be bound, or the keys cannot be written.
     """
     settings, metrics, registry, state = policy.settings, Metrics(), Registry(), ServerState()
     budget = answer_budget(settings, policy)
-    lifecycle = Lifecycle(policy, registry, metrics, budget, fork_server)
+    lifecycle = Lifecycle(policy, registry, metrics, budget)
     repository = Repository(lifecycle, settings.allow_load)
     grants = known_tokens(settings, keys or make_keys(policy.state.key_file))
     is_open, is_never = not settings.asks_for_tokens, settings.auth == "never"
@@ -114,6 +108,8 @@ def create_server(
         check = check_changes(check, operator)
     tls = None
     if (certificate := settings.tls_cert) is not None:
+        from modelyard.serve.http.tls import watched_tls
+
         tls = watched_tls((), certificate, settings.tls_key)
     checks = {"inference": clients_check, "management": operators_check}
     faces = make_faces(

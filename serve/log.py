@@ -6,14 +6,11 @@ import json
 import logging
 import os
 import re
-from typing import TYPE_CHECKING
 
 from modelyard.serve.control.state import StateDir
 from modelyard.serve.dataplane.log_file import Console, LogFile
+from modelyard.serve.http.access import FORMS, AccessLog, Clock, service
 from modelyard.serve.settings import Settings
-
-if TYPE_CHECKING:
-    from modelyard.serve.http.access import AccessLog
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
 
@@ -42,8 +39,6 @@ class JsonFormatter(logging.Formatter):
     """Makes one JSON object of a record, by the names that the access log uses as well."""
 
     def __init__(self) -> None:
-        from modelyard.serve.http.access import Clock, service
-
         super().__init__()
         self._clock = Clock()
         self._common = service()
@@ -87,7 +82,7 @@ def log_to_stderr(settings: Settings) -> AccessLog | None:
     Lines of requests go to a thread: whoever reads standard error may stop reading.
     """
     _log_to(logging.StreamHandler(), settings)
-    return _access_log(settings, Console(2)) if settings.access_log else None
+    return AccessLog(FORMS[settings.log_format](), Console(2)) if settings.access_log else None
 
 
 def log_to_file(settings: Settings) -> AccessLog | None:
@@ -101,13 +96,7 @@ def log_to_file(settings: Settings) -> AccessLog | None:
     _log_to(FileHandler(log), settings)
     if not settings.access_log:
         return None
-    return _access_log(settings, LogFile(state.access_file, *sizes))
-
-
-def _access_log(settings: Settings, to: Console | LogFile) -> AccessLog:
-    from modelyard.serve.http.access import FORMS, AccessLog
-
-    return AccessLog(FORMS[settings.log_format](), to)
+    return AccessLog(FORMS[settings.log_format](), LogFile(state.access_file, *sizes))
 
 
 def _log_to(handler: logging.Handler, settings: Settings) -> None:

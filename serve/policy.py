@@ -14,6 +14,7 @@ from modelyard.serve.control.saved import read_models, read_notes, write_models
 from modelyard.serve.control.sizing import Allocation, ResourceRequest, share_of
 from modelyard.serve.control.state import StateDir
 from modelyard.serve.control.store import find_archive, list_archives, parse_model_option
+from modelyard.serve.dataplane.process import ForkServer
 from modelyard.serve.dataplane.worker import WorkerPolicy
 from modelyard.serve.settings import Settings
 from modelyard.serve.walls.environment import PASSED, choose_variables
@@ -53,6 +54,8 @@ class Policy:
     def __init__(self, settings: Settings, workers: WorkerPolicy | None = None) -> None:
         self.settings = settings
         self.state = StateDir(settings.state_dir)
+        self.fork_server: ForkServer | None = None
+        """What forks workers, once it was begun with."""
         self.max_answer_bytes = settings.max_response_bytes
         """Size of one answer, or of one chunk of it."""
         self.workers = workers or WorkerPolicy()

@@ -98,10 +98,10 @@ def run_ours(
 def _create(access: AccessLog | None, keys: Mapping[str, str] | None, settings: Settings) -> Server:
     """Build a server of our own dialect, while the fork server imports what workers need."""
     policy = Policy(settings)
-    fork_server = start_fork_server(policy)
+    start_fork_server(policy)
     from modelyard.serve.app import create_server  # which takes half a second of a core
 
-    return create_server(policy, access, keys, fork_server)
+    return create_server(policy, access, keys)
 
 
 async def _serve_several(
@@ -122,6 +122,7 @@ async def _serve(settings: Settings, state: StateDir, report: Report, create: Cr
     """Start, wait for the signal to stop, stop."""
     gc.disable()  # until it is ready: what is imported stays
     server = create(settings)
+    from modelyard.serve.control.reload import Reloader
     from modelyard.serve.control.sandbox import check_machine
 
     measures = check_machine(settings)
@@ -164,7 +165,7 @@ async def _serve(settings: Settings, state: StateDir, report: Report, create: Cr
         report({"event": "ready", **about, "warnings": warnings})
         server.lifecycle.prepare_explainers()
         memory = Memory()
-        edits = asyncio.create_task(_serve_edits(server, settings))
+        edits = asyncio.create_task(Reloader(server.lifecycle, settings.reload).run())
         await stop.first.wait()
         edits.cancel()
         memory.stop()
@@ -172,14 +173,6 @@ async def _serve(settings: Settings, state: StateDir, report: Report, create: Cr
     finally:
         await _end(server, state, closing)
         orphans.cancel()  # which looks for the last time
-
-
-async def _serve_edits(server: Server, settings: Settings) -> None:
-    """Serve edits of the folders that are named, if there are any, until this is cancelled."""
-    if settings.reload:
-        from modelyard.serve.control.reload import Reloader
-
-        await Reloader(server.lifecycle, settings.reload).run()
 
 
 async def _load(server: Server, stop: StopSignals, report: Report) -> list[str]:

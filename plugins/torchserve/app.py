@@ -49,7 +49,8 @@ def create_server(dialect: TorchServeSettings, logs: Logs | None, settings: Sett
     metrics, registry, state = Metrics(recorder, observer), Registry(), ServerState()
     policy = TorchServePolicy(settings, dialect, recorder)
     budget = answer_budget(settings, policy)
-    lifecycle = Lifecycle(policy, registry, metrics, budget, start_fork_server(policy))
+    start_fork_server(policy)
+    lifecycle = Lifecycle(policy, registry, metrics, budget)
     is_off = dialect.disable_token_authorization
     tokens = None if is_off else Tokens(dialect.directory, dialect.token_expiration_min)
 

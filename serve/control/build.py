@@ -32,7 +32,7 @@ from modelyard.serve.dataplane.cache import AnswerStore, VersionAnswers
 from modelyard.serve.dataplane.call import EXPLAIN, PREDICT
 from modelyard.serve.dataplane.metrics import Metrics, VersionMetrics
 from modelyard.serve.dataplane.pool import Pool
-from modelyard.serve.dataplane.process import ForkServer, Preload
+from modelyard.serve.dataplane.process import Preload
 from modelyard.serve.dataplane.worker import WorkerPlan
 from modelyard.serve.errors import BadModelConfig, BadRequest, StartError
 from modelyard.serve.policy import Policy
@@ -91,18 +91,14 @@ class Builder:
     """Builds the model versions of one server."""
 
     def __init__(
-        self,
-        policy: Policy,
-        metrics: Metrics,
-        budget: AnswerBudget | None = None,
-        fork_server: ForkServer | None = None,
+        self, policy: Policy, metrics: Metrics, budget: AnswerBudget | None = None
     ) -> None:
         self._policy = policy
         self._budget = budget
         self._metrics = metrics
         self._answers = AnswerStore(policy.settings.answer_cache_bytes)
         self.sandbox = Sandbox(policy.settings)
-        self.fork_server = fork_server
+        self.fork_server = policy.fork_server
 
     @asynccontextmanager
     async def build(
@@ -135,7 +131,7 @@ class Builder:
             await asyncio.to_thread(archive.unpack, folder)
             python = await asyncio.to_thread(self._policy.interpreter, archive, folder, name)
             handler = spec.options.handler or archive.manifest.handler
-            preload = await asyncio.to_thread(choose_preload, archive, handler)
+            preload = await asyncio.to_thread(choose_preload, archive.files, archive.read, handler)
             plan = self._plan(archive, name, spec, config, folder, python, preload)
             yield self._connect(archive, name, spec, config, folder, plan, is_fetched, metrics)
         except BaseException:
@@ -159,7 +155,8 @@ class Builder:
             predicting = replace(
                 plan,
                 load={**plan.load, "only_predicts": True},
-                preload=plan.preload and without_twin(plan.preload, archive, handler),
+                preload=plan.preload
+                and without_twin(plan.preload, manifest, archive.files, handler),
             )
         metrics = before or VersionMetrics(self._metrics, name, manifest.model_version)
         pool = Pool(predicting, metrics, self._policy.workers, self._budget)

@@ -20,7 +20,6 @@ from modelyard.serve.control.registry import ModelVersion, Registry
 from modelyard.serve.dataplane.budget import AnswerBudget
 from modelyard.serve.dataplane.metrics import Metrics
 from modelyard.serve.dataplane.pool import Pool
-from modelyard.serve.dataplane.process import ForkServer
 from modelyard.serve.errors import (
     CleanupTimedOut,
     LoadFailed,
@@ -49,12 +48,11 @@ class Lifecycle:
         registry: Registry,
         metrics: Metrics,
         budget: AnswerBudget | None = None,
-        fork_server: ForkServer | None = None,
     ) -> None:
         self.policy = policy
         self.registry = registry
         self._settings = policy.settings
-        self._builder = Builder(policy, metrics, budget, fork_server)
+        self._builder = Builder(policy, metrics, budget)
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._unlisted: set[Pool] = set()
         """Pools of versions that come or go: not in the registry, and to be stopped like it."""

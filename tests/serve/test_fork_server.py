@@ -232,7 +232,8 @@ def test_what_is_imported_before_a_fork_is_read_from_the_handler(
 ) -> None:
     build(tmp_path, "model", f"{source}\ndef handle(data, context):\n    return data\n")
     with open_archive(tmp_path / "model.mar") as archive:
-        own, built_in = choose_preload(archive, "handler.py"), choose_preload(archive, "text")
+        files, read = archive.files, archive.read
+        own, built_in = (choose_preload(files, read, name) for name in ("handler.py", "text"))
     assert (own.modules if own else None) == modules
     assert built_in is not None and built_in.modules == TORCH and "handler" in built_in.own
 
@@ -240,9 +241,12 @@ def test_what_is_imported_before_a_fork_is_read_from_the_handler(
 def test_what_loads_a_twin_is_imported_for_workers_that_explain(digits_store: Path) -> None:
     def modules(file: str, handler: str, explains: bool) -> tuple[str, ...]:
         with open_archive(digits_store / file) as archive:
-            preload = choose_preload(archive, handler)
+            files, manifest = archive.files, archive.manifest
+            preload = choose_preload(files, archive.read, handler)
             assert preload is not None
-            return (preload if explains else without_twin(preload, archive, handler)).modules
+            return (
+                preload if explains else without_twin(preload, manifest, files, handler)
+            ).modules
 
     both = (*TORCH, "program")
     assert modules("onnx.mar", "image_classifier", explains=True) == both

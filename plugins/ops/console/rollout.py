@@ -100,8 +100,8 @@ class RolloutPages:
                 if key not in self._manifests:
                     if len(self._manifests) >= 2 * MOST_ARCHIVES:
                         self._manifests.clear()
-                    with peek(store / name) as archive:
-                        self._manifests[key] = archive.manifest
+                    with peek(store / name) as (self._manifests[key], _, _):
+                        pass
                 manifest = self._manifests[key]
                 check_follows(manifest, name, model)
                 found.append((name, manifest.model_version))

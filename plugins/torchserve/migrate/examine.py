@@ -234,7 +234,8 @@ async def _size(
 ) -> Model:
     size = await policy.size(spec, config, name, _nobody_shares)
     each = PLAIN_BYTES
-    if not config.uses_gpu and preload.choose_preload(archive, archive.manifest.handler):
+    handler = archive.manifest.handler
+    if not config.uses_gpu and preload.choose_preload(archive.files, archive.read, handler):
         each = FORKED_BYTES
     elif config.uses_gpu or any(preload.NEEDS_TORCH.search(code) for _, code in _sources(archive)):
         each = sizing.WORKER_BYTES
