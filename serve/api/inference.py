@@ -320,6 +320,7 @@ class DirectReply(CallReply):
             monotonic() + HOLDS_S,
             EXPECTED_SHARE * timeout_s if is_late else math.inf,
             lambda: batcher.changes == changes,
+            lambda: batcher.is_short,
             count,
         )
 

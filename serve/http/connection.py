@@ -566,7 +566,7 @@ class Connection(asyncio.Protocol):
         if self._was_unread:
             self._was_unread = False
             waited_s = self.turns.late_s(unread_s(self._socket))
-        if not self.turns.has_time():
+        if not self.turns.has_time() and not (self._is_first and self._is_wanted(data)):
             # Who will wait for its turn for a third of what would be too long is refused now.
             self.waited_s = waited_s + 3 * self.turns.behind_s
             if not self._is_first or not self._take_known(data, only_refuses=True):
@@ -658,6 +658,11 @@ class Connection(asyncio.Protocol):
         if self.access is not None:
             cycle.began = monotonic()
         return True
+
+    def _is_wanted(self, data: bytes) -> bool:
+        """Return whether workers would be idle without requests of a kind that was refused."""
+        head, _ = find_known(self.heads, data)
+        return head is not None and head.refusal is not None and head.refusal.again.is_short()
 
     def _keep_head(self, data: bytes) -> None:
         """Keep the head of what was parsed, if it is one request, whole, and nothing unusual."""

@@ -40,6 +40,8 @@ class Again(NamedTuple):
     nobody is."""
     is_so: Callable[[], bool]
     """Returns whether nothing has changed since."""
+    is_short: Callable[[], bool]
+    """Returns whether too little waits for the workers, who would soon be idle."""
     note: Callable[[], None]
     """Counts one more refusal."""
 

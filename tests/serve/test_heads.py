@@ -159,6 +159,6 @@ def test_a_refusal_holds_for_a_moment_and_for_those_who_waited_as_long() -> None
         (now - 0.1, False, 0.5, False),
         (now - HOPELESS_HOLDS_S, False, 0.6, False),
     ):
-        again = Again(0.2, until, 0.6, lambda is_so=is_so: is_so, lambda: None)  # type: ignore[misc]
+        again = Again(0.2, until, 0.6, lambda is_so=is_so: is_so, lambda: False, lambda: None)  # type: ignore[misc]
         head.refusal = Refusal(again, lambda: "", [b""], 503, 0, True, None)
         assert (head.find_refusal(waited_s) is not None) is is_refused, (until - now, waited_s)
