@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from modelyard.archiver.untrusted.names import check_name
 from modelyard.base.threads import thread_environment
+from modelyard.serve.control.environment import interpreter_for
 from modelyard.serve.control.model_config import ModelConfig, ModelSpec, load_model_config
 from modelyard.serve.control.saved import read_models, read_notes, write_models
 from modelyard.serve.control.sizing import Allocation, ResourceRequest, share_of
@@ -134,8 +135,6 @@ class Policy:
         Raises:
             BadRequest: something is missing and may not or cannot be installed.
         """
-        from modelyard.serve.control.environment import interpreter_for  # which few need at a start
-
         environments = self.state.root / "environments"
         return interpreter_for(archive, folder, environments, self.settings.install_requirements)
 

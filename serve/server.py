@@ -163,7 +163,6 @@ async def _serve(settings: Settings, state: StateDir, report: Report, create: Cr
             about["pid"], about["inference"], about["management"], about["metrics"], served,
         )  # fmt: skip
         report({"event": "ready", **about, "warnings": warnings})
-        server.lifecycle.prepare_explainers()
         memory = Memory()
         edits = asyncio.create_task(Reloader(server.lifecycle, settings.reload).run())
         await stop.first.wait()

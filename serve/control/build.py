@@ -21,7 +21,7 @@ from modelyard.archiver.untrusted.names import (
     check_version,
 )
 from modelyard.serve.control.model_config import ModelConfig, ModelSpec
-from modelyard.serve.control.preload import OUR_HANDLERS, choose_preload, without_twin
+from modelyard.serve.control.preload import OUR_HANDLERS, choose_preload
 from modelyard.serve.control.registry import ModelVersion
 from modelyard.serve.control.sandbox import Sandbox, own_variables
 from modelyard.serve.control.sizing import is_on_gpu, this_machine
@@ -98,7 +98,6 @@ class Builder:
         self._metrics = metrics
         self._answers = AnswerStore(policy.settings.answer_cache_bytes)
         self.sandbox = Sandbox(policy.settings)
-        self.fork_server = policy.fork_server
 
     @asynccontextmanager
     async def build(
@@ -131,9 +130,12 @@ class Builder:
             await asyncio.to_thread(archive.unpack, folder)
             python = await asyncio.to_thread(self._policy.interpreter, archive, folder, name)
             handler = spec.options.handler or archive.manifest.handler
-            preload = await asyncio.to_thread(choose_preload, archive.files, archive.read, handler)
+            manifest, files, read = archive.manifest, archive.files, archive.read
+            preload = await asyncio.to_thread(choose_preload, manifest, files, read, handler)
+            if preload and not config.explain_workers:
+                preload = preload.whole
             plan = self._plan(archive, name, spec, config, folder, python, preload)
-            yield self._connect(archive, name, spec, config, folder, plan, is_fetched, metrics)
+            yield self._connect(archive, spec, config, plan, is_fetched, metrics)
         except BaseException:
             await asyncio.to_thread(self.sandbox.forget, folder)
             raise
@@ -141,28 +143,25 @@ class Builder:
     def _connect(
         self,
         archive: Archive,
-        name: str,
         spec: ModelSpec,
         config: ModelConfig,
-        folder: Path,
         plan: WorkerPlan,
         is_fetched: bool,
         before: VersionMetrics | None,
     ) -> ModelVersion:
-        manifest, file, handler = archive.manifest, archive.path.name, plan.load["handler"]
+        manifest, file, name = archive.manifest, archive.path.name, plan.load["name"]
+        handler = plan.load["handler"]
         predicting = plan
         if config.explain_workers:
-            predicting = replace(
-                plan,
-                load={**plan.load, "only_predicts": True},
-                preload=plan.preload
-                and without_twin(plan.preload, manifest, archive.files, handler),
-            )
+            predicting = replace(plan, load={**plan.load, "only_predicts": True})
         metrics = before or VersionMetrics(self._metrics, name, manifest.model_version)
         pool = Pool(predicting, metrics, self._policy.workers, self._budget)
         explainers = None
         if config.explain_workers:
-            apart = replace(plan, log_stem="explainer", niceness=EXPLAINERS_NICENESS)
+            preload = plan.preload.whole if plan.preload else None
+            apart = replace(
+                plan, log_stem="explainer", niceness=EXPLAINERS_NICENESS, preload=preload
+            )
             explainers = Pool(apart, metrics, self._policy.workers, self._budget)
         predictions, explanations = (
             Batcher(
@@ -200,7 +199,7 @@ class Builder:
             runtime=spec.options.runtime or manifest.runtime,
             options=spec.options,
             config=config,
-            folder=folder,
+            folder=Path(plan.load["folder"]),
             pool=pool,
             explainers=explainers,
             batchers=(predictions, explanations),
@@ -216,21 +215,6 @@ class Builder:
             metrics.describe(archive.digest, artifact.rpartition(".")[2], config.capacity_rps)
             expose(model)
         return model
-
-    def prepare_explainers(self, model: ModelVersion) -> None:
-        """Have what a version's explaining workers import be there when the first is started.
-
-        To import what loads programs takes two seconds of a core, for which the first client need
-        not wait.
-        """
-        preload = model.explainers.plan.preload if model.explainers is not None else None
-        if self.fork_server is not None and preload is not None:
-            self.fork_server.prepare(preload.modules)
-
-    async def stop(self) -> None:
-        """End the fork server."""
-        if self.fork_server is not None:
-            await self.fork_server.stop()
 
     def _plan(
         self,
@@ -285,7 +269,7 @@ class Builder:
             max_answer_bytes=policy.max_answer_bytes,
             environment=environment,
             niceness=spec.niceness,
-            fork_server=self.fork_server if is_forked else None,
+            fork_server=policy.fork_server if is_forked else None,
             preload=preload if is_forked else None,
         )
 

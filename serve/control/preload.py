@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from modelyard.archiver.digest import DigestedFile
@@ -34,35 +33,21 @@ OUR_HANDLERS = frozenset(builtin_handlers()) - {"text_classifier"}
 options."""
 
 
-Files = Iterable[DigestedFile] | Iterable[Member]
-
-
-def without_twin(
-    preload: Preload, manifest: Manifest, files: Files, handler: str | None
-) -> Preload:
-    """Return what to import for workers that leave explaining to others.
-
-    Our handlers do not load the twin there; an author's may.
-    """
-    seal, artifact = manifest.modelyard, manifest.serialized_file
-    if seal is None or seal.explain is None or handler not in OUR_HANDLERS:
-        return preload
-    programs = {file.name for file in files if file.name.endswith(".pt2")}
-    if programs - {seal.explain.artifact} or artifact in programs:
-        return preload
-    return replace(preload, modules=tuple(name for name in preload.modules if name != "program"))
-
-
 def choose_preload(
-    files: Files, read: Callable[[str], bytes], handler: str | None
+    manifest: Manifest,
+    files: Iterable[DigestedFile] | Iterable[Member],
+    read: Callable[[str], bytes],
+    handler: str | None,
 ) -> Preload | None:
     """Return what to import before a worker of an archive is forked; None starts it by itself.
 
     A worker whose handler needs no torch starts as fast by itself. One that changes the environment
-    may do so for what torch reads when it is imported.
+    may do so for what torch reads when it is imported. Workers of our handlers that leave
+    explaining to others do not load the twin; an author's may.
 
     Args:
-        files: files of the archive.
+        manifest: manifest of the archive.
+        files: its files.
         read: returns the content of one of them.
         handler: the handler.
     """
@@ -80,34 +65,31 @@ def choose_preload(
         own.update(folders)
         if file.endswith((".py", ".pyc", ".so")):
             own.add(file.partition(".")[0])
-    has_program = any(name.endswith(".pt2") for name in sizes)
-    return Preload(("torch", "program") if has_program else ("torch",), tuple(own))
+    programs, seal = {name for name in sizes if name.endswith(".pt2")}, manifest.modelyard
+    explain = seal.explain if seal is not None and handler in OUR_HANDLERS else None
+    if explain and programs == {explain.artifact} != {manifest.serialized_file}:
+        return Preload(("torch",), tuple(own), ("program",))
+    return Preload(("torch", "program") if programs else ("torch",), tuple(own))
 
 
 def start_fork_server(policy: Policy) -> None:
     """Give a server what forks its workers, where its settings want that.
 
     If those of its start need torch, it is started and imports it, which takes as long as all else
-    that a start does, and goes on beside it.
+    that a start does, and goes on beside it. Nothing of their archives is checked by now. To look
+    into a tar, all of it would be read.
     """
-    if policy.settings.fork_workers:
-        folder = policy.state.unpacked / "temporary"
-        policy.fork_server = ForkServer(policy.environment(threads=1), folder)
-        if not is_on_gpu(this_machine(), policy.settings.device) and (found := _foresee(policy)):
-            policy.fork_server.prepare(tuple(sorted(set(found), reverse=True)), starts=True)
-
-
-def _foresee(policy: Policy) -> list[str]:
-    """Return what the workers of a start will be forked with.
-
-    Nothing of their archives is checked by now. To look into a tar, all of it would be read.
-    """
-    found: list[str] = []
+    settings, wanted = policy.settings, list[str]()
+    if not settings.fork_workers:
+        return
+    folder = policy.state.unpacked / "temporary"
+    policy.fork_server = ForkServer(policy.environment(threads=1), folder)
     for spec in policy.models_at_start(is_trial=True):
         with contextlib.suppress(ServeError, ArchiveError, Damaged, OSError):
-            file = find_archive(policy.settings.model_store, spec.location)
+            file = find_archive(settings.model_store, spec.location)
             if file.suffix == ".mar":
                 with peek(file) as (manifest, files, read):
-                    if preload := choose_preload(files, read, manifest.handler):
-                        found += without_twin(preload, manifest, files, manifest.handler).modules
-    return found
+                    preload = choose_preload(manifest, files, read, manifest.handler)
+                    wanted += preload.modules if preload else ()
+    if wanted and not is_on_gpu(this_machine(), settings.device):
+        policy.fork_server.prepare(tuple(sorted(set(wanted), reverse=True)))  # torch is first

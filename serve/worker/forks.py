@@ -77,8 +77,8 @@ def serve(fd: int) -> int:
             sys.exit(0)
         with os.fdopen(descriptors[0], "rb") as file:
             request = json.load(file)
+        ahead.extend(name for key in request["later"] for name in MODULES[key])
         if "environment" not in request:
-            ahead.extend(name for key in request["modules"] for name in MODULES[key])
             continue
         try:
             _prepare(request)

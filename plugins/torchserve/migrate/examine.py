@@ -234,12 +234,12 @@ async def _size(
 ) -> Model:
     size = await policy.size(spec, config, name, _nobody_shares)
     each = PLAIN_BYTES
-    handler = archive.manifest.handler
-    if not config.uses_gpu and preload.choose_preload(archive.files, archive.read, handler):
+    manifest = archive.manifest
+    contents = manifest, archive.files, archive.read
+    if not config.uses_gpu and preload.choose_preload(*contents, manifest.handler):
         each = FORKED_BYTES
     elif config.uses_gpu or any(preload.NEEDS_TORCH.search(code) for _, code in _sources(archive)):
         each = sizing.WORKER_BYTES
-    manifest = archive.manifest
     weights = sum(f.size_bytes for f in archive.files if f.name == manifest.serialized_file)
     # Weights that a handler of ours loads are mapped once; an author's may copy them.
     copies = min(1, size.workers) if manifest.handler in BUILTIN_HANDLERS else size.workers
