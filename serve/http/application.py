@@ -13,7 +13,6 @@ import json
 import logging
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
-from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from modelyard.archiver import ArchiveError
@@ -271,7 +270,7 @@ class Answers:
         else:
             self.count(status)
             if cycle.again is not None:
-                make_id = partial(self.request_id, cycle.headers)
+                make_id = self.request_id
                 refusal = Refusal(cycle.again, make_id, pieces, status, cycle.sent, stays, served)
                 cycle.connection.heads.refuse(cycle.head, refusal)
 
