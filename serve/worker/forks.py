@@ -104,15 +104,19 @@ def _prepare(request: dict[str, Any]) -> None:
     Raises:
         CannotFork, Exception: a worker that is forked now would not be as a fresh one.
     """
-    _check_threads()
     _import([name for key in request["modules"] for name in MODULES[key]])
-    _check_threads()
     imported = {name for name in sys.modules if name not in _fresh}
     if clashing := imported.intersection(request["own"]):
         raise RuntimeError(f"the archive has modules named {', '.join(sorted(clashing))}")
 
 
 def _import(names: Iterable[str]) -> None:
+    """Import what is missing, where a worker can still be forked.
+
+    Raises:
+        CannotFork: none can.
+    """
+    _check_threads()
     missing = [name for name in names if name not in sys.modules]
     for name in missing:
         with contextlib.suppress(ImportError):  # torch moves its own from version to version
@@ -120,6 +124,7 @@ def _import(names: Iterable[str]) -> None:
     if missing:
         gc.freeze()  # a collection writes to each object that it looks at, and so copies its page
         trim()
+    _check_threads()
 
 
 def _check_threads() -> None:
