@@ -198,21 +198,20 @@ def open_archive(
         raise
 
 
-def read_manifest(path: Path) -> Manifest:
-    """Return what an archive says it is; no digest in it is checked.
+@contextlib.contextmanager
+def peek(path: Path) -> Iterator[tuple[Manifest, tuple[Member, ...], Callable[[str], bytes]]]:
+    """Yield an archive's manifest, its files, and what reads one; no digest in it is checked.
 
     Raises:
         ArchiveNotFound, RefusedArchive.
     """
-    reader = _open(path)
-    try:
+    with contextlib.closing(_open(path)) as reader:
         problems = reader.check(lambda done, total: None)
         manifest, more = _read_manifest(reader, True) if reader.is_readable else (None, [])
-    finally:
-        reader.close()
-    if manifest is None:
-        raise RefusedArchive(f"{path.name} is refused", problems + more)
-    return manifest
+        if manifest is None:
+            raise RefusedArchive(f"{path.name} is refused", problems + more)
+        files = {member.name: member for member in reader.members if not member.is_folder}
+        yield manifest, tuple(files.values()), lambda name: b"".join(reader.chunks(files[name]))
 
 
 def _open(path: Path) -> Reader:

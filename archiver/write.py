@@ -4,12 +4,14 @@ import logging
 import os
 import secrets
 import shutil
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from modelyard.archiver.collect import ArchiveRequest, Part, Plan, plan_archive
 from modelyard.archiver.digest import Digest, DigestedFile
@@ -36,6 +38,8 @@ from modelyard.base.disk import flush
 if TYPE_CHECKING:
     from modelyard.archiver.signing import PrivateKey
 
+SYNC_S = 0.1
+"""Time from one order to the disk to the next, while an archive is written."""
 logger = logging.getLogger(__name__)
 
 
@@ -123,21 +127,14 @@ def write_plan(
 ) -> Packed:
     """Write a planned archive; see `write_archive`."""
     target = output_dir / f"{plan.manifest.model_name}{SUFFIXES[archive_format]}"
-    if plan.unanswered and not dry_run:
-        raise CannotArchive(
-            f"cannot archive {plan.manifest.model_name}: an example without an expected answer "
-            "is answered in the dry run; write FILE=EXPECTED, or leave out --no-dry-run"
-        )
-    if plan.reference and not dry_run:
-        raise CannotArchive(
-            f"cannot archive {plan.manifest.model_name}: --reference is explained in the dry run; "
-            "leave out --no-dry-run"
-        )
-    if plan.certificate and not dry_run:
-        raise CannotArchive(
-            f"cannot archive {plan.manifest.model_name}: --certificate is measured in the dry run; "
-            "leave out --no-dry-run"
-        )
+    for is_given, said in (
+        (plan.unanswered, "an example without an expected answer is answered in the dry run; write "
+         "FILE=EXPECTED, or leave out --no-dry-run"),
+        (plan.reference, "--reference is explained in the dry run; leave out --no-dry-run"),
+        (plan.certificate, "--certificate is measured in the dry run; leave out --no-dry-run"),
+    ):  # fmt: skip
+        if is_given and not dry_run:
+            raise CannotArchive(f"cannot archive {plan.manifest.model_name}: {said}")
     runs, rehearsal = 2 if dry_run else 1, Rehearsal({}, "nothing was run", "", "")
     meter = _Meter(progress, runs * sum(part.size_bytes for part in plan.parts))
     try:
@@ -196,17 +193,38 @@ def _replacing(target: Path, plan: Plan, archive_format: str) -> Iterator[Writer
             yield FolderWriter(temporary)
             _replace_folder(temporary, target)
         else:
-            with temporary.open("xb") as file:
-                with _closing(_writer(archive_format, file, plan)) as writer:
-                    yield writer
-                file.flush()
-                os.fsync(file.fileno())
+            with (
+                temporary.open("xb") as file,
+                _syncing(file),
+                _closing(_writer(archive_format, file, plan)) as writer,
+            ):
+                yield writer
             temporary.replace(target)
         flush(target.parent)
     finally:
         if temporary.is_dir():
             shutil.rmtree(temporary, ignore_errors=True)
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def _syncing(file: IO[bytes]) -> Iterator[None]:
+    """Have the disk write while more is packed, and wait at the end until it has written all."""
+    is_packed = threading.Event()
+
+    def sync() -> None:
+        while not is_packed.wait(SYNC_S):
+            os.fdatasync(file.fileno())
+
+    with ThreadPoolExecutor(1, "sync") as thread:
+        synced = thread.submit(sync)
+        try:
+            yield
+        finally:
+            is_packed.set()
+        synced.result()  # an error is told once, to whoever waited for those bytes
+    file.flush()
+    os.fsync(file.fileno())
 
 
 @contextmanager

@@ -1,9 +1,11 @@
-"""How long it takes to write and to open a large archive, beside copying and hashing its weights.
+"""How long it takes to write and to check a large archive, beside hashing and copying its weights.
 
-    python -P -m benchmarks.archive [--gigabytes 4] [--content random|sparse] [--rounds 3]
+    python -P -m benchmarks.archive [--gigabytes 1] [--content random|sparse] [--rounds 3]
 
 Each step runs in a process of its own, which reports its peak memory; one round before the
-measured ones fills the page cache. The bound is 1.5 times the copy (cp) plus the SHA-256 (hashlib).
+measured ones fills the page cache. `archive` and `verify` are the commands, without running the
+archive; what is written is on the disk when a step ends. The goal for all but the tar is 1.3 times
+the SHA-256 (hashlib) of the same file in the same round.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from pathlib import Path
 from time import perf_counter
 
 CHUNK_BYTES = 1 << 24
-BOUND = 1.5
+GOAL = 1.3
 
 STEPS = {
     "SHA-256": """
@@ -48,16 +50,27 @@ from modelyard.archiver import open_archive
 open_archive("big.tar.gz").close()
 """,
 }
+COMMANDS = {
+    "archive": """
+from modelyard.cli import main
+main(["archive", "big", "--artifact", "in/weights.pt", "--handler", "base_handler", "-o", ".",
+      "--force", "--no-dry-run"])
+""",
+    "verify": """
+from modelyard.cli import main
+main(["verify", "big.mar", "--no-run"])
+""",
+}
 MEMORY = """
-import resource, sys
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+import atexit, resource
+atexit.register(lambda: print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss))
 """
 
 
 def main() -> None:
     """Make the weights, run every step, print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--gigabytes", type=float, default=4.0)
+    parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--content", choices=("random", "sparse"), default="random")
     parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args()
@@ -89,7 +102,7 @@ def _measure(folder: Path, rounds: int) -> dict[str, tuple[list[float], int]]:
         if round_:
             found["cp"][0].append(copied)
             found["cp, synced"][0].append(synced)
-        for step, code in STEPS.items():
+        for step, code in (STEPS | COMMANDS).items():
             seconds, memory = _run(code, folder)
             times, peak = found.setdefault(step, ([], 0))
             if round_:
@@ -113,27 +126,30 @@ def _run(code: str, folder: Path) -> tuple[float, int]:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
     begun = perf_counter()
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code + MEMORY],
+        [sys.executable, "-W", "ignore", "-c", MEMORY + code],
         cwd=folder,
         env=environment,
         capture_output=True,
         text=True,
         check=True,
     )
-    return perf_counter() - begun, int(done.stdout) // 1024
+    return perf_counter() - begun, int(done.stdout.split()[-1]) // 1024
 
 
 def _print(found: dict[str, tuple[list[float], int]], size: int, content: str) -> None:
-    medians = {step: statistics.median(times) for step, (times, _) in found.items()}
-    base = medians["cp"] + medians["SHA-256"]
     print(f"{size / 2**30:g} GiB, {content}; {platform.platform()}, Python "
           f"{platform.python_version()}, {len(os.sched_getaffinity(0))} cores")  # fmt: skip
-    print(f"{'STEP':<10} {'SECONDS':>8} {'SPREAD':>13} {'OF cp + SHA-256':>16} {'PEAK MB':>8}")
+    print(f"{'STEP':<10} {'SECONDS':>8} {'SPREAD':>13} {'OF SHA-256':>11} {'PEAK MB':>8}")
+    hashed, _ = found["SHA-256"]
     for step, (times, memory) in found.items():
         spread = f"{min(times):.1f}–{max(times):.1f}"
-        share = f"{medians[step] / base:.2f}"
-        print(f"{step:<10} {medians[step]:>8.2f} {spread:>13} {share:>16} {memory or '':>8}")
-    print(f"the bound is {BOUND} of cp + SHA-256")
+        share = statistics.median(each / base for each, base in zip(times, hashed, strict=True))
+        goal = "" if step.startswith(("cp", "SHA")) or "tgz" in step else (
+            "met" if share <= GOAL else "not met"
+        )  # fmt: skip
+        print(f"{step:<10} {statistics.median(times):>8.2f} {spread:>13} {share:>11.2f} "
+              f"{memory or '':>8} {goal}")  # fmt: skip
+    print(f"the goal is {GOAL:g} of the SHA-256")
 
 
 if __name__ == "__main__":

@@ -40,7 +40,6 @@ from modelyard.serve.http.application import (
 from modelyard.serve.http.connection import Accepts, Access
 from modelyard.serve.http.listener import Listener, Tls
 from modelyard.serve.http.site import Cors, SiteCheck
-from modelyard.serve.http.tls import watched_tls
 from modelyard.serve.http.tokens import Grants, make_grant, parse_grants, read_token_file
 from modelyard.serve.http.watched import Watched
 from modelyard.serve.observers import Host, Observer, make_observers, with_observers
@@ -75,7 +74,7 @@ class Server:
 
 
 def create_server(
-    settings: Settings, access: AccessLog | None = None, keys: Mapping[str, str] | None = None
+    policy: Policy, access: AccessLog | None = None, keys: Mapping[str, str] | None = None
 ) -> Server:
     """Write new keys, build everything and bind the addresses.
 
@@ -86,10 +85,9 @@ def create_server(
     Raises:
         StartError: an address cannot be bound, or the keys cannot be written.
     """
-    policy, metrics, registry, state = Policy(settings), Metrics(), Registry(), ServerState()
+    settings, metrics, registry, state = policy.settings, Metrics(), Registry(), ServerState()
     budget = answer_budget(settings, policy)
     lifecycle = Lifecycle(policy, registry, metrics, budget)
-    lifecycle.foresee()
     repository = Repository(lifecycle, settings.allow_load)
     grants = known_tokens(settings, keys or make_keys(policy.state.key_file))
     is_open, is_never = not settings.asks_for_tokens, settings.auth == "never"
@@ -110,6 +108,8 @@ def create_server(
         check = check_changes(check, operator)
     tls = None
     if (certificate := settings.tls_cert) is not None:
+        from modelyard.serve.http.tls import watched_tls
+
         tls = watched_tls((), certificate, settings.tls_key)
     checks = {"inference": clients_check, "management": operators_check}
     faces = make_faces(

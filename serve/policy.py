@@ -5,21 +5,24 @@ from __future__ import annotations
 import os
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from modelyard.archiver import Archive
 from modelyard.archiver.untrusted.names import check_name
 from modelyard.base.threads import thread_environment
 from modelyard.serve.control.environment import interpreter_for
 from modelyard.serve.control.model_config import ModelConfig, ModelSpec, load_model_config
-from modelyard.serve.control.registry import Registry
 from modelyard.serve.control.saved import read_models, read_notes, write_models
 from modelyard.serve.control.sizing import Allocation, ResourceRequest, share_of
 from modelyard.serve.control.state import StateDir
 from modelyard.serve.control.store import find_archive, list_archives, parse_model_option
+from modelyard.serve.dataplane.process import ForkServer
 from modelyard.serve.dataplane.worker import WorkerPolicy
 from modelyard.serve.settings import Settings
 from modelyard.serve.walls.environment import PASSED, choose_variables
+
+if TYPE_CHECKING:
+    from modelyard.archiver import Archive
+    from modelyard.serve.control.registry import Registry
 
 Share = Callable[[ResourceRequest], Awaitable[Allocation]]
 """Returns a model's part of the machine, beside the others that start with it or run already."""
@@ -52,6 +55,8 @@ class Policy:
     def __init__(self, settings: Settings, workers: WorkerPolicy | None = None) -> None:
         self.settings = settings
         self.state = StateDir(settings.state_dir)
+        self.fork_server: ForkServer | None = None
+        """What forks workers, once it was begun with."""
         self.max_answer_bytes = settings.max_response_bytes
         """Size of one answer, or of one chunk of it."""
         self.workers = workers or WorkerPolicy()

@@ -14,29 +14,30 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvloop
 
-from modelyard.archiver import ArchiveError
+from modelyard.archiver.errors import ArchiveError
 from modelyard.base.plugins import registered
-from modelyard.serve.app import Server, create_server
-from modelyard.serve.control.register import restore
-from modelyard.serve.control.reload import Reloader
-from modelyard.serve.control.sandbox import check_machine
+from modelyard.serve.control.preload import start_fork_server
 from modelyard.serve.control.state import StateDir, write_json
 from modelyard.serve.dataplane.process import adopt_orphans
 from modelyard.serve.errors import ServeError, StartError
-from modelyard.serve.http.access import AccessLog
 from modelyard.serve.log import log_to_file
 from modelyard.serve.memory import Memory
+from modelyard.serve.policy import Policy
 from modelyard.serve.settings import Settings
+
+if TYPE_CHECKING:
+    from modelyard.serve.app import Server
+    from modelyard.serve.http.access import AccessLog
 
 logger = logging.getLogger(__name__)
 
 Event = dict[str, Any]
 Report = Callable[[Event], None]
-Create = Callable[[Settings], Server]
+Create = Callable[[Settings], "Server"]
 Serve = Callable[[Settings, StateDir, Report, Create], Coroutine[None, None, None]]
 
 ANNOUNCE_S = 0.2
@@ -52,9 +53,7 @@ GARBAGE = 50_000
 thousands of connections that are opened would have all of them looked at again and again."""
 
 
-def run(
-    settings: Settings, report: Report, create: Create = create_server, serve: Serve | None = None
-) -> int:
+def run(settings: Settings, report: Report, create: Create, serve: Serve | None = None) -> int:
     """Run a server until SIGTERM or SIGINT; return its exit code.
 
     Args:
@@ -69,6 +68,8 @@ def run(
         state.create()
         with state.lock():
             report({"event": "locked"})
+            shutil.rmtree(state.unpacked, ignore_errors=True)
+            state.unpacked.mkdir(mode=0o700)
             uvloop.run((serve or _serve)(settings, state, report, create))
     except (ServeError, ArchiveError, OSError) as error:
         message = state.why_unusable(error) if isinstance(error, OSError) else str(error)
@@ -91,7 +92,16 @@ def run_ours(
         keys: of one of several servers, the keys of all.
     """
     serve = _serve if settings.servers == 1 or keys else _serve_several
-    return run(settings, report, partial(create_server, access=access, keys=keys), serve)
+    return run(settings, report, partial(_create, access, keys), serve)
+
+
+def _create(access: AccessLog | None, keys: Mapping[str, str] | None, settings: Settings) -> Server:
+    """Build a server of our own dialect, while the fork server imports what workers need."""
+    policy = Policy(settings)
+    start_fork_server(policy)
+    from modelyard.serve.app import create_server  # which takes half a second of a core
+
+    return create_server(policy, access, keys)
 
 
 async def _serve_several(
@@ -110,10 +120,12 @@ async def _serve_several(
 
 async def _serve(settings: Settings, state: StateDir, report: Report, create: Create) -> None:
     """Start, wait for the signal to stop, stop."""
-    shutil.rmtree(state.unpacked, ignore_errors=True)
-    state.unpacked.mkdir(mode=0o700)
-    measures = check_machine(settings)
+    gc.disable()  # until it is ready: what is imported stays
     server = create(settings)
+    from modelyard.serve.control.reload import Reloader
+    from modelyard.serve.control.sandbox import check_machine
+
+    measures = check_machine(settings)
     orphans, closing = asyncio.create_task(adopt_orphans()), list[asyncio.Task[None]]()
     stop = StopSignals()
     about = _describe(server, state, settings)
@@ -142,6 +154,7 @@ async def _serve(settings: Settings, state: StateDir, report: Report, create: Cr
             served = NOTHING
             warnings.append(NOTHING)
         server.state.is_starting = False
+        gc.enable()
         gc.collect()
         gc.freeze()
         gc.set_threshold(GARBAGE)
@@ -150,7 +163,6 @@ async def _serve(settings: Settings, state: StateDir, report: Report, create: Cr
             about["pid"], about["inference"], about["management"], about["metrics"], served,
         )  # fmt: skip
         report({"event": "ready", **about, "warnings": warnings})
-        server.lifecycle.prepare_explainers()
         memory = Memory()
         edits = asyncio.create_task(Reloader(server.lifecycle, settings.reload).run())
         await stop.first.wait()
@@ -171,6 +183,8 @@ async def _load(server: Server, stop: StopSignals, report: Report) -> list[str]:
 
     def progress(model: str, text: str) -> None:
         report({"event": "loading", "model": model, "text": text})
+
+    from modelyard.serve.control.register import restore
 
     async def load() -> list[str]:
         warnings = await restore(server.lifecycle, progress)

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import typer.main
 
+from modelyard.base.plugins import registered
 from modelyard.cli import commands as registered_commands
 from tests import neighbours
 
@@ -319,19 +320,35 @@ for first in ("import modelyard.exporter.trip", ""):
     subprocess.run([sys.executable, "-P", "-c", code], timeout=60, check=True)
 
 
+AFTER_THE_FORK_SERVER = {
+    "modelyard.serve.app",
+    "modelyard.serve.http.connection",
+    "prometheus_client",
+    "yaml",
+}
+NOT_AT_A_START = {"cryptography", "httpx", "modelyard.archiver.write", "opentelemetry.sdk"}
+OBSERVERS = [entry.module.removeprefix("modelyard.") for entry in registered("observers").values()]
+
+
 @pytest.mark.parametrize(
     ("module", "without"),
     [
         ("archiver", HEAVY | {"yaml", "pydantic", "typer", "rich"}),
         ("cli", HEAVY | {f"modelyard.{package}" for package in PACKAGES if package != "base"}),
         ("client", HEAVY | {f"modelyard.{package}" for package in PACKAGES}),
-        ("serve.server", HEAVY - {"fastapi", "starlette"} | {"modelyard.handlers"}),
-        ("serve.app", {"torch", "numpy", "modelyard.handlers", "opentelemetry.sdk"}),
+        ("serve.cli", HEAVY | {"yaml", "asyncio", "pydantic"}),
+        # What a server imports before its fork server starts, and what it imports meanwhile.
+        ("serve.server", HEAVY | {"modelyard.handlers", *AFTER_THE_FORK_SERVER}),
+        ("serve.app", {"torch", "numpy", "modelyard.handlers", *NOT_AT_A_START}),
         ("serve.worker.boot", HEAVY | {"pydantic", "typer"}),
         # A worker is tied to its server's life before it imports what takes time.
         ("serve.worker.__main__", {"modelyard.handlers", "modelyard.archiver", "yaml"}),
         ("handlers", HEAVY | {"modelyard.serve"}),
-        ("handlers.base", {"onnx", "onnxruntime", "captum", "fastapi", "modelyard.serve"}),
+        (
+            "handlers.base",
+            HEAVY - {"torch", "numpy", "PIL"} | {"modelyard.serve", "httpx", "jinja2"},
+        ),
+        *((each, {"torch", "numpy", *NOT_AT_A_START}) for each in OBSERVERS),
     ],
 )
 def test_importing_does_not_load_what_it_does_not_need(module: str, without: set[str]) -> None:

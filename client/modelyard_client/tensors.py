@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import orjson
 from numpy.typing import ArrayLike, NDArray
 
 from modelyard_client.errors import BadAnswer
-from modelyard_client.retries import Answer
+
+if TYPE_CHECKING:  # and httpx with it, which whoever only reads and writes tensors does not need
+    from modelyard_client.retries import Answer
 
 LENGTH_HEADER = "inference-header-content-length"
 """How many bytes of JSON stand before the tensors, in requests and answers with binary ones."""

@@ -16,6 +16,7 @@ from modelyard.plugins.torchserve.settings import TorchServeSettings
 from modelyard.plugins.torchserve.tokens import Tokens
 from modelyard.serve.api.oip import OPEN_PATHS
 from modelyard.serve.app import Server, answer_budget, listen
+from modelyard.serve.control.preload import start_fork_server
 from modelyard.serve.control.register import Lifecycle
 from modelyard.serve.control.registry import Registry
 from modelyard.serve.control.repository import Repository
@@ -48,6 +49,7 @@ def create_server(dialect: TorchServeSettings, logs: Logs | None, settings: Sett
     metrics, registry, state = Metrics(recorder, observer), Registry(), ServerState()
     policy = TorchServePolicy(settings, dialect, recorder)
     budget = answer_budget(settings, policy)
+    start_fork_server(policy)
     lifecycle = Lifecycle(policy, registry, metrics, budget)
     is_off = dialect.disable_token_authorization
     tokens = None if is_off else Tokens(dialect.directory, dialect.token_expiration_min)

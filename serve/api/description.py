@@ -12,10 +12,10 @@ from functools import partial
 from pathlib import Path as File
 from typing import Annotated, Any, TypeVar
 
+import yaml
 from fastapi import APIRouter, Path
 
 from modelyard.archiver.signature import OIP_DATATYPES
-from modelyard.archiver.untrusted.yaml import parse_yaml
 from modelyard.base.explain_options import EXPLAIN_OPTIONS, Option
 
 Schema = dict[str, Any]
@@ -23,9 +23,10 @@ F = TypeVar("F", bound=Callable[..., Awaitable[Any]])
 ModelName = Annotated[str, Path(description="Registered name.", examples=["digits"])]
 Version = Annotated[str, Path(description="Registered version.", examples=["1.0"])]
 
-DOCUMENT: dict[str, Any] = parse_yaml(
-    File(__file__).with_name("openapi.yaml").read_text(encoding="utf-8")
-)
+_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C: every start waits for it
+DOCUMENT: dict[str, Any] = _Loader(
+    File(__file__).with_name("openapi.yaml").read_bytes()
+).get_single_data()
 SCHEMAS: dict[str, Schema] = DOCUMENT["schemas"]
 SCHEMAS["Tensor"]["properties"]["datatype"]["enum"] += [*sorted(OIP_DATATYPES.values()), "BYTES"]
 _ORIGIN = SCHEMAS.pop("ExplanationOrigin")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import re
 import secrets
 import sys
 from collections.abc import AsyncIterator
@@ -19,10 +18,10 @@ from modelyard.archiver.proven import Unproven, find_unproven
 from modelyard.archiver.signing import find_signer, read_trusted_keys
 from modelyard.archiver.untrusted.names import (
     MANIFEST_NAME,
-    builtin_handlers,
     check_version,
 )
 from modelyard.serve.control.model_config import ModelConfig, ModelSpec
+from modelyard.serve.control.preload import OUR_HANDLERS, choose_preload
 from modelyard.serve.control.registry import ModelVersion
 from modelyard.serve.control.sandbox import Sandbox, own_variables
 from modelyard.serve.control.sizing import is_on_gpu, this_machine
@@ -33,24 +32,17 @@ from modelyard.serve.dataplane.cache import AnswerStore, VersionAnswers
 from modelyard.serve.dataplane.call import EXPLAIN, PREDICT
 from modelyard.serve.dataplane.metrics import Metrics, VersionMetrics
 from modelyard.serve.dataplane.pool import Pool
-from modelyard.serve.dataplane.process import ForkServer, Preload
+from modelyard.serve.dataplane.process import Preload
 from modelyard.serve.dataplane.worker import WorkerPlan
 from modelyard.serve.errors import BadModelConfig, BadRequest, StartError
 from modelyard.serve.policy import Policy
 
 logger = logging.getLogger(__name__)
 
-MAX_SOURCE_BYTES = 1 << 20
-"""Size of an author's file that is searched for what it needs."""
-NEEDS_TORCH = re.compile(rb"torch|transformers|modelyard.*Handler")
-_SETS_VARIABLES = re.compile(rb"environ|putenv|setenv")
 STEPS = "generate"
 """The built-in handler whose loop has a process to itself."""
 EXPLAINERS_NICENESS = 10
 """An explanation takes seconds of a core; predictions on the same core go first."""
-OUR_HANDLERS = frozenset(builtin_handlers()) - {"text_classifier"}
-"""Handlers among the built-in ones that are ours; the other is a dialect's, and knows none of our
-options."""
 
 
 def admit(
@@ -106,10 +98,6 @@ class Builder:
         self._metrics = metrics
         self._answers = AnswerStore(policy.settings.answer_cache_bytes)
         self.sandbox = Sandbox(policy.settings)
-        self.fork_server: ForkServer | None = None
-        if policy.settings.fork_workers:
-            folder = policy.state.unpacked / "temporary"
-            self.fork_server = ForkServer(policy.environment(threads=1), folder)
 
     @asynccontextmanager
     async def build(
@@ -142,9 +130,12 @@ class Builder:
             await asyncio.to_thread(archive.unpack, folder)
             python = await asyncio.to_thread(self._policy.interpreter, archive, folder, name)
             handler = spec.options.handler or archive.manifest.handler
-            preload = await asyncio.to_thread(choose_preload, archive, handler)
+            manifest, files, read = archive.manifest, archive.files, archive.read
+            preload = await asyncio.to_thread(choose_preload, manifest, files, read, handler)
+            if preload and not config.explain_workers:
+                preload = preload.whole
             plan = self._plan(archive, name, spec, config, folder, python, preload)
-            yield self._connect(archive, name, spec, config, folder, plan, is_fetched, metrics)
+            yield self._connect(archive, spec, config, plan, is_fetched, metrics)
         except BaseException:
             await asyncio.to_thread(self.sandbox.forget, folder)
             raise
@@ -152,27 +143,25 @@ class Builder:
     def _connect(
         self,
         archive: Archive,
-        name: str,
         spec: ModelSpec,
         config: ModelConfig,
-        folder: Path,
         plan: WorkerPlan,
         is_fetched: bool,
         before: VersionMetrics | None,
     ) -> ModelVersion:
-        manifest, file, handler = archive.manifest, archive.path.name, plan.load["handler"]
+        manifest, file, name = archive.manifest, archive.path.name, plan.load["name"]
+        handler = plan.load["handler"]
         predicting = plan
         if config.explain_workers:
-            predicting = replace(
-                plan,
-                load={**plan.load, "only_predicts": True},
-                preload=plan.preload and without_twin(plan.preload, archive, handler),
-            )
+            predicting = replace(plan, load={**plan.load, "only_predicts": True})
         metrics = before or VersionMetrics(self._metrics, name, manifest.model_version)
         pool = Pool(predicting, metrics, self._policy.workers, self._budget)
         explainers = None
         if config.explain_workers:
-            apart = replace(plan, log_stem="explainer", niceness=EXPLAINERS_NICENESS)
+            preload = plan.preload.whole if plan.preload else None
+            apart = replace(
+                plan, log_stem="explainer", niceness=EXPLAINERS_NICENESS, preload=preload
+            )
             explainers = Pool(apart, metrics, self._policy.workers, self._budget)
         predictions, explanations = (
             Batcher(
@@ -210,7 +199,7 @@ class Builder:
             runtime=spec.options.runtime or manifest.runtime,
             options=spec.options,
             config=config,
-            folder=folder,
+            folder=Path(plan.load["folder"]),
             pool=pool,
             explainers=explainers,
             batchers=(predictions, explanations),
@@ -226,21 +215,6 @@ class Builder:
             metrics.describe(archive.digest, artifact.rpartition(".")[2], config.capacity_rps)
             expose(model)
         return model
-
-    def prepare_explainers(self, model: ModelVersion) -> None:
-        """Have what a version's explaining workers import be there when the first is started.
-
-        To import what loads programs takes two seconds of a core, for which the first client need
-        not wait.
-        """
-        preload = model.explainers.plan.preload if model.explainers is not None else None
-        if self.fork_server is not None and preload is not None:
-            self.fork_server.prepare(preload.modules)
-
-    async def stop(self) -> None:
-        """End the fork server."""
-        if self.fork_server is not None:
-            await self.fork_server.stop()
 
     def _plan(
         self,
@@ -295,7 +269,7 @@ class Builder:
             max_answer_bytes=policy.max_answer_bytes,
             environment=environment,
             niceness=spec.niceness,
-            fork_server=self.fork_server if is_forked else None,
+            fork_server=policy.fork_server if is_forked else None,
             preload=preload if is_forked else None,
         )
 
@@ -315,41 +289,3 @@ def _watch(metrics: VersionMetrics, batcher: Batcher, pool: Pool, kind: int) -> 
     watch = metrics.kinds[kind].watch
     watch("requests_in_flight", lambda: batcher.queued + pool.in_flight(kind))
     watch("queue_oldest_seconds", lambda: batcher.oldest_s)
-
-
-def without_twin(preload: Preload, archive: Archive, handler: str) -> Preload:
-    """Return what to import for workers that leave explaining to others.
-
-    Our handlers do not load the twin there; an author's may.
-    """
-    seal, artifact = archive.manifest.modelyard, archive.manifest.serialized_file
-    if seal is None or seal.explain is None or handler not in OUR_HANDLERS:
-        return preload
-    programs = {name for name in archive.names if name.endswith(".pt2")}
-    if programs - {seal.explain.artifact} or artifact in programs:
-        return preload
-    return replace(preload, modules=tuple(name for name in preload.modules if name != "program"))
-
-
-def choose_preload(archive: Archive, handler: str | None) -> Preload | None:
-    """Return what to import before a worker for this archive is forked; None starts it by itself.
-
-    A guess, which changes how long a start takes, and never what is answered. A worker whose
-    handler needs no torch starts as fast by itself. One that changes the environment may do so for
-    what torch reads when it is imported.
-    """
-    sources = [file for file in archive.files if file.name.endswith(".py")]
-    place = (handler or "").partition(":")[0].removesuffix(".py")
-    if any(file.name.removesuffix(".py") == place for file in sources):
-        if sum(file.size_bytes for file in sources) > MAX_SOURCE_BYTES:
-            return None
-        text = b"\n".join(archive.read(file.name) for file in sources)
-        if not NEEDS_TORCH.search(text) or _SETS_VARIABLES.search(text):
-            return None
-    own = set()
-    for *folders, file in (name.split("/") for name in archive.names):
-        own.update(folders)
-        if file.endswith((".py", ".pyc", ".so")):
-            own.add(file.partition(".")[0])
-    has_program = any(name.endswith(".pt2") for name in archive.names)
-    return Preload(("torch", "program") if has_program else ("torch",), tuple(own))

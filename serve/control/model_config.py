@@ -66,8 +66,6 @@ class ModelSpec:
     """Whether the next start serves it, as of a `ModelVersion`."""
     niceness: int = 0
     """Niceness of its workers."""
-    imports: tuple[str, ...] = ()
-    """What the fork server had imported for it when it was served last."""
 
 
 @dataclass(frozen=True, kw_only=True)

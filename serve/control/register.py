@@ -157,26 +157,10 @@ class Lifecycle:
                     raise
         if config.explains_early:
             model.start_explainers()
-        elif allocator is None:
-            self._builder.prepare_explainers(model)
         logger.info("%s registered, archive %s", model.pool.plan.label, model.digest)
         if model.warning:
             logger.warning("%s", model.warning)
         return model
-
-    def foresee(self) -> None:
-        """Have imported what the models of this start were forked with when they were served last.
-
-        It takes as long as all else that a start does, and goes on beside it.
-        """
-        modules = {n for spec in self.policy.models_at_start(is_trial=True) for n in spec.imports}
-        if modules and self._builder.fork_server is not None:
-            self._builder.fork_server.prepare(tuple(modules), starts=True)
-
-    def prepare_explainers(self) -> None:
-        """Import ahead, once a start is over, what the first explanations will need."""
-        for model in self.registry:
-            self._builder.prepare_explainers(model)
 
     async def replace(self, model: ModelVersion, file: Path) -> ModelVersion:
         """Serve another archive as a version that is served; the old one answers what it has.
@@ -340,7 +324,8 @@ class Lifecycle:
             *(pool.stop(drain_timeout_s) for pool in self._unlisted),
             *(self._end(model, drain_timeout_s) for model in self.registry),
         )
-        await self._builder.stop()
+        if self.policy.fork_server is not None:
+            await self.policy.fork_server.stop()
 
     async def _end(
         self, model: ModelVersion, drain_timeout_s: float, forgets_metrics: bool = True

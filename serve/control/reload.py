@@ -18,7 +18,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from modelyard.archiver import ArchiveError
-from modelyard.archiver.write import overlay, own_files
 from modelyard.serve.control.register import Lifecycle
 from modelyard.serve.control.registry import ModelVersion
 from modelyard.serve.errors import ServeError
@@ -51,7 +50,7 @@ class Reloader:
         self._looked_s = 0.0
 
     async def run(self) -> None:
-        """Look for edits until this is cancelled, where folders of an author's are named."""
+        """Look for edits until this is cancelled."""
         if self._folders:
             logger.info("edits of %s are served", ", ".join(map(str, self._folders)))
         while self._folders:
@@ -88,6 +87,8 @@ class Reloader:
         began = time.monotonic()
         place = self._lifecycle.policy.state.unpacked / f"edited-{secrets.token_hex(4)}"
         try:
+            from modelyard.archiver.write import overlay
+
             await asyncio.to_thread(overlay, model.folder, changed, place)
             await self._lifecycle.replace(model, place)
         except (ArchiveError, ServeError, OSError) as error:
@@ -106,6 +107,8 @@ class Reloader:
         by_name: dict[str, list[Path]] = {}
         for path in stamps:
             by_name.setdefault(path.name, []).append(path)
+        from modelyard.archiver.write import own_files  # which only few servers need
+
         found = {}
         for name in own_files(model.folder):
             paths = by_name.get(name.rpartition("/")[2], [])

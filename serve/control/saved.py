@@ -7,13 +7,15 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from modelyard.serve.control.model_config import ModelSpec
-from modelyard.serve.control.registry import Registry
 from modelyard.serve.control.state import StateDir, read_json, write_json
 from modelyard.serve.errors import ServeError, StorageFull, is_disk_full
 from modelyard.serve.settings import MOST_WORKERS
+
+if TYPE_CHECKING:
+    from modelyard.serve.control.registry import Registry
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +78,6 @@ def write_models(state: StateDir, registry: Registry) -> None:
             "digest": model.digest,
             "workers": model.pool.least,
             "default": registry.is_default(model),
-            "imports": preload.modules if (preload := model.pool.plan.preload) else (),
         }
         for model in registry
         if model.is_saved
@@ -114,8 +115,6 @@ def _is_entry(entry: Any) -> bool:
         and isinstance(entry.get("file"), str)
         and isinstance(entry.get("name"), str | None)
         and isinstance(entry.get("digest"), str | None)
-        and isinstance(imports := entry.get("imports", []), list)
-        and all(isinstance(each, str) for each in imports)
         and isinstance(workers := entry.get("workers"), int | None)
         and 0 <= (workers or 0) <= MOST_WORKERS
     )
@@ -129,5 +128,4 @@ def _parse(entry: dict[str, Any]) -> ModelSpec:
         entry.get("workers"),
         is_default=is_default,
         digest=entry.get("digest"),
-        imports=tuple(entry.get("imports", ())),
     )

@@ -232,6 +232,13 @@ class Preload:
     """Keys of the worker's `forks.MODULES`."""
     own: tuple[str, ...]
     """Modules and packages of the archive, none of which may be imported from elsewhere before."""
+    later: tuple[str, ...] = ()
+    """Keys of what it imports once nobody waits for a worker: what those that explain will need."""
+
+    @property
+    def whole(self) -> Preload:
+        """What is imported before workers are forked that explain, too."""
+        return Preload((*self.modules, *self.later), self.own)
 
 
 class ForkServer:
@@ -286,16 +293,10 @@ class ForkServer:
                 self._lose(f"no answer for {REPLY_S:g} s")
             return None
 
-    def prepare(self, modules: tuple[str, ...], starts: bool = False) -> None:
-        """Have it import ahead what a worker to come will need; nobody waits.
-
-        Args:
-            modules: modules as of a `Preload`.
-            starts: whether it is started for that.
-        """
+    def prepare(self, modules: tuple[str, ...]) -> None:
+        """Have it import ahead what workers to come will need; nobody waits."""
         with contextlib.suppress(OSError):  # the next request finds out, and says so
-            if control := self._control or (self._start() if starts else None):
-                _send(control, asdict(Preload(modules, ())), ())
+            _send(self._control or self._start(), asdict(Preload((), (), modules)), ())
 
     async def stop(self) -> None:
         """End it; the workers that it has forked go on."""

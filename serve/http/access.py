@@ -13,10 +13,13 @@ import os
 import time
 from collections.abc import Callable
 from importlib.metadata import version
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from modelyard.serve.dataplane.log_file import LogWriter
-from modelyard.serve.http.connection import Answered
+
+if TYPE_CHECKING:
+    from modelyard.serve.http.connection import Answered
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +30,7 @@ GATHER_BYTES = 1 << 16
 _READABLE = "/!#$&'()*+,:;=?@[]~%"
 """What a path keeps as it is written."""
 
-Form = Callable[[Answered, float], bytes]
+Form = Callable[["Answered", float], bytes]
 """Returns the line of an answer, given the time."""
 
 

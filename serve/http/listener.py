@@ -19,7 +19,7 @@ from functools import partial
 from math import inf
 from pathlib import Path
 from time import monotonic
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import psutil
 
@@ -37,9 +37,11 @@ from modelyard.serve.http.connection import (
 )
 from modelyard.serve.http.heads import Heads
 from modelyard.serve.http.site import SiteCheck
-from modelyard.serve.http.tls import TlsContext
 from modelyard.serve.http.turns import Turns
 from modelyard.serve.settings import Address, Settings
+
+if TYPE_CHECKING:
+    from modelyard.serve.http.tls import TlsContext
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +67,7 @@ SPARE_DESCRIPTORS = 64
 where there are fewer than 256."""
 
 
-Tls = Callable[[], TlsContext]
+Tls = Callable[[], "TlsContext"]
 """Returns certificate and key for the next client."""
 
 

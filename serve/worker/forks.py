@@ -14,11 +14,13 @@ import importlib
 import json
 import os
 import re
+import select
 import socket
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,8 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "torch": ("torch", "numpy", *(place.partition(":")[0] for place in BUILT_IN.values())),
     # What loading an exported program imports, most of it while it loads.
     "program": (
+        "sympy",
+        "torch.fx.experimental.symbolic_shapes",
         "torch._dynamo",
         "torch._export.serde.serialize",
         "torch.export._trace",
@@ -61,15 +65,20 @@ def serve(fd: int) -> int:
     gc.disable()  # until it is frozen; collections while importing would find little
     find_dialect()
     _fresh = frozenset(sys.modules)
+    ahead: deque[str] = deque()
+    """Modules that a worker to come will need, while nobody waits for one."""
     while True:
+        if ahead and not select.select([control], [], [], 0)[0]:
+            with contextlib.suppress(Exception):  # whoever asks for a worker is told
+                _import([ahead.popleft()])
+            continue
         message, descriptors, _, _ = socket.recv_fds(control, 1, 4)
         if not message:
             sys.exit(0)
         with os.fdopen(descriptors[0], "rb") as file:
             request = json.load(file)
+        ahead.extend(name for key in request["later"] for name in MODULES[key])
         if "environment" not in request:
-            with contextlib.suppress(Exception):  # whoever asks for a worker is told
-                _prepare(request)
             continue
         try:
             _prepare(request)
@@ -95,9 +104,20 @@ def _prepare(request: dict[str, Any]) -> None:
     Raises:
         CannotFork, Exception: a worker that is forked now would not be as a fresh one.
     """
+    _import([name for key in request["modules"] for name in MODULES[key]])
+    imported = {name for name in sys.modules if name not in _fresh}
+    if clashing := imported.intersection(request["own"]):
+        raise RuntimeError(f"the archive has modules named {', '.join(sorted(clashing))}")
+
+
+def _import(names: Iterable[str]) -> None:
+    """Import what is missing, where a worker can still be forked.
+
+    Raises:
+        CannotFork: none can.
+    """
     _check_threads()
-    wanted = [name for key in request["modules"] for name in MODULES[key]]
-    missing = [name for name in wanted if name not in sys.modules]
+    missing = [name for name in names if name not in sys.modules]
     for name in missing:
         with contextlib.suppress(ImportError):  # torch moves its own from version to version
             importlib.import_module(name)
@@ -105,9 +125,6 @@ def _prepare(request: dict[str, Any]) -> None:
         gc.freeze()  # a collection writes to each object that it looks at, and so copies its page
         trim()
     _check_threads()
-    imported = {name for name in sys.modules if name not in _fresh}
-    if clashing := imported.intersection(request["own"]):
-        raise RuntimeError(f"the archive has modules named {', '.join(sorted(clashing))}")
 
 
 def _check_threads() -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from modelyard.serve.app import Server, create_server
 from modelyard.serve.control.state import StateDir
+from modelyard.serve.policy import Policy
 from modelyard.serve.settings import Settings
 
 
@@ -59,4 +60,4 @@ def settings_in(folder: Path) -> Settings:
 
 def test_every_object_is_initialised_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = settings_in(tmp_path)
-    check_build(lambda: create_server(settings), monkeypatch)
+    check_build(lambda: create_server(Policy(settings)), monkeypatch)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from modelyard.archiver import open_archive, write_archive
-from modelyard.serve.control.build import choose_preload, without_twin
+from modelyard.serve.control.preload import choose_preload
 from modelyard.serve.dataplane.process import _send
 from tests.serve import live
 from tests.serve.live import (
@@ -232,7 +232,8 @@ def test_what_is_imported_before_a_fork_is_read_from_the_handler(
 ) -> None:
     build(tmp_path, "model", f"{source}\ndef handle(data, context):\n    return data\n")
     with open_archive(tmp_path / "model.mar") as archive:
-        own, built_in = choose_preload(archive, "handler.py"), choose_preload(archive, "text")
+        contents = archive.manifest, archive.files, archive.read
+        own, built_in = (choose_preload(*contents, name) for name in ("handler.py", "text"))
     assert (own.modules if own else None) == modules
     assert built_in is not None and built_in.modules == TORCH and "handler" in built_in.own
 
@@ -240,9 +241,9 @@ def test_what_is_imported_before_a_fork_is_read_from_the_handler(
 def test_what_loads_a_twin_is_imported_for_workers_that_explain(digits_store: Path) -> None:
     def modules(file: str, handler: str, explains: bool) -> tuple[str, ...]:
         with open_archive(digits_store / file) as archive:
-            preload = choose_preload(archive, handler)
+            preload = choose_preload(archive.manifest, archive.files, archive.read, handler)
             assert preload is not None
-            return (preload if explains else without_twin(preload, archive, handler)).modules
+            return (preload.whole if explains else preload).modules
 
     both = (*TORCH, "program")
     assert modules("onnx.mar", "image_classifier", explains=True) == both
@@ -251,7 +252,7 @@ def test_what_loads_a_twin_is_imported_for_workers_that_explain(digits_store: Pa
     assert modules("pt2.mar", "image_classifier", explains=False) == both
 
 
-def test_what_is_prepared_is_imported_and_answered_by_nothing() -> None:
+def test_what_is_prepared_is_imported_while_nobody_waits_for_a_worker() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command = [sys.executable, "-P", "-m", "modelyard.serve.worker", "--fork-server"]
     with ours, theirs:
@@ -264,10 +265,16 @@ def test_what_is_prepared_is_imported_and_answered_by_nothing() -> None:
         theirs.close()
         ours.settimeout(60)
         null = os.open(os.devnull, os.O_RDWR)
-        _send(ours, {"modules": ["torch", "program"], "own": []}, ())
-        # A worker of such an archive cannot be forked once there is another `sympy`.
-        _send(ours, {"modules": [], "own": ["sympy"], "environment": {}}, (null, null, null))
+        _send(ours, {"later": ["torch", "program"]}, ())
+        # A worker of such an archive cannot be forked once there are others of these names.
+        request = {"environment": {}, "later": [], "modules": ["torch"], "own": ["torch", "sympy"]}
+
+        def refusal() -> object:
+            _send(ours, request, (null, null, null))
+            return json.loads(ours.recv(4096))["refused"]
+
+        assert refusal() == "RuntimeError: the archive has modules named torch"
+        both = "RuntimeError: the archive has modules named sympy, torch"
+        poll(lambda: refusal() == both, "what is prepared", timeout_s=60)
         os.close(null)
-        said = json.loads(ours.recv(4096))
-    assert said["refused"] == "RuntimeError: the archive has modules named sympy"
     assert process.wait(20) == 0

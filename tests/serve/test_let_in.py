@@ -16,6 +16,7 @@ from modelyard.serve.api.oip import OPEN_PATHS
 from modelyard.serve.app import create_server
 from modelyard.serve.control.state import StateDir, read_key
 from modelyard.serve.http.tokens import PROXIES
+from modelyard.serve.policy import Policy
 from modelyard.serve.settings import load_settings
 
 WRONG = (
@@ -74,7 +75,7 @@ def with_server(folder: Path, then: Callable[[Asking], Awaitable[None]], **said:
         settings = load_settings({**ports, "state_dir": folder, **said}, None, {})
         state = StateDir(settings.state_dir)
         state.create()
-        server = create_server(settings)
+        server = create_server(Policy(settings))
         for listener in server.listeners:
             await listener.start()
         urls = {api: each.url for api, each in zip(APIS, server.listeners, strict=True)}

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from modelyard.archiver import open_archive
+from modelyard.serve.control.preload import start_fork_server
 from modelyard.serve.control.register import Lifecycle, restore
 from modelyard.serve.control.registry import Registry
 from modelyard.serve.control.state import StateDir
@@ -62,7 +63,6 @@ def test_a_saved_state_that_cannot_be_read_is_no_reason_not_to_start(
     [
         *(1, {}, {"file": 2}, {"file": "x.mar", "name": ["x"]}, {"file": "x.mar", "digest": 7}),
         *({"file": "x.mar", "workers": each} for each in ("many", -1, 1025, 10**25)),
-        *({"file": "x.mar", "imports": each} for each in ("torch", 1, None, [["torch"]])),
     ],
     ids=str,
 )
@@ -98,23 +98,33 @@ def test_an_archive_that_has_changed_is_restored_only_where_that_is_accepted(
 
 @pytest.mark.parametrize(
     ("saved", "models", "is_begun"),
-    [(["torch"], [], True), ([], [], False), (["torch"], ["other.mar"], False)],
-    ids=["as it was", "without torch", "others are named"],
+    [
+        (["torch"], [], True),
+        (["echo"], [], False),
+        (["torch"], ["echo"], False),
+        ([], ["echo", "torch=torch.mar"], True),
+        ([], ["all"], True),
+        ([], ["../store/torch", "nothing", "damaged"], False),
+    ],
+    ids=["as it was", "without torch", "others are named", "named", "all", "none there"],
 )
-def test_what_workers_were_forked_with_is_imported_while_the_server_starts(
+def test_what_workers_need_is_imported_while_the_server_starts(
     tmp_path: Path, saved: list[str], models: list[str], is_begun: bool
 ) -> None:
-    entry = {"name": "echo", "file": "echo.mar", "imports": saved}
-    (tmp_path / "models.json").write_text(json.dumps({"models": [entry]}), encoding="utf-8")
-    settings = load_settings({"state_dir": tmp_path, "models": models}, None, {})
-    policy = Policy(settings)
+    store = tmp_path / "store"
+    build_archive(store, "echo")
+    build_archive(store, "clash", name="torch")
+    (store / "damaged.mar").write_bytes((store / "torch.mar").read_bytes()[:-30])
+    entries = [{"name": name, "file": f"{name}.mar"} for name in saved]
+    (tmp_path / "models.json").write_text(json.dumps({"models": entries}), encoding="utf-8")
+    given = {"state_dir": tmp_path, "models": models, "model_store": store}
+    policy = Policy(load_settings(given, None, {}))
     policy.state.create()
-    policy.state.unpacked.mkdir(exist_ok=True)
 
     async def scenario() -> None:
-        lifecycle = Lifecycle(policy, Registry(), Metrics())
         before = set(children())
-        lifecycle.foresee()
+        start_fork_server(policy)
+        assert policy.fork_server is not None
         new = set(children()) - before
         assert len(new) == is_begun
         for pid in new:
@@ -122,7 +132,7 @@ def test_what_workers_were_forked_with_is_imported_while_the_server_starts(
             async with asyncio.timeout(60):
                 while "libtorch" not in maps.read_text(encoding="utf-8"):
                     await asyncio.sleep(0.01)
-        await lifecycle.stop(0)
+        await policy.fork_server.stop()
         assert set(children()) == before
 
     asyncio.run(scenario())

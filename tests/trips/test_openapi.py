@@ -15,7 +15,7 @@ import pytest
 from modelyard.archiver.signature import parse_inputs
 from modelyard.base.plugins import registered
 from modelyard.serve.api.schemas import HANDLERS, body_and_answer, tensor_schemas
-from modelyard.serve.control.build import OUR_HANDLERS
+from modelyard.serve.control.preload import OUR_HANDLERS
 from tests.serve.live import LiveServer
 from tests.shared import DIGITS
 

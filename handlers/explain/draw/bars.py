@@ -7,7 +7,7 @@ import numpy as np
 from torch import Tensor
 
 from modelyard.base import explain_words as words
-from modelyard.handlers.explain.draw.page import FIGURES
+from modelyard.handlers.explain.draw.page import figures
 from modelyard.handlers.explain.draw.picture import (
     INK,
     MARGIN,
@@ -182,7 +182,7 @@ def sums(bars: Sequence[Bar]) -> tuple[float, float]:
 
 def figure(bars: Sequence[Bar], answer: words.Answer | None, strength: float = 1.0) -> str:
     """Return the chart as HTML, to which `page` has the style."""
-    return str(FIGURES.bars(chart(bars, answer), strength))
+    return str(figures().bars(chart(bars, answer), strength))
 
 
 def drawn_of(bars: Sequence[Bar], thing: str, sides: tuple[float, float] | None = None) -> Drawn:

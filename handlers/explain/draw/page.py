@@ -9,10 +9,10 @@ import hashlib
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader
 from PIL import Image
 
 from modelyard.base import explain_words as words
@@ -22,12 +22,22 @@ from modelyard.handlers.explain.explanation import Explanation
 from modelyard.handlers.explain.regions import TINY
 
 _FOLDER = Path(__file__).parent
-_ENVIRONMENT = Environment(
-    loader=FileSystemLoader(_FOLDER), autoescape=True, trim_blocks=True, lstrip_blocks=True
-)
-_ENVIRONMENT.globals["words"] = words
-FIGURES: Any = _ENVIRONMENT.get_template("figures.html").module
-"""Figures by name, which return HTML that `page.css` has the style of."""
+
+
+@cache
+def _template(name: str) -> Any:
+    """Return a template; a worker that never draws a page does not wait for what reads them."""
+    from jinja2 import Environment, FileSystemLoader
+
+    loader = FileSystemLoader(_FOLDER)
+    environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    return environment.get_template(name, globals={"words": words})
+
+
+def figures() -> Any:
+    """Return the figures by name, which return HTML that `page.css` has the style of."""
+    return _template("figures.html").module
+
 
 _STYLE, _SCRIPT = ((_FOLDER / f"page.{kind}").read_text("utf-8") for kind in ("css", "js"))
 
@@ -107,7 +117,7 @@ def render(parts: Sequence[Part], input_figure: str = "") -> bytes:
     """
     kinds = ["one"] * (len(parts) == 1) + ["pictures"] * bool(input_figure)
     legend = "signs" if any(part.has_signs for part in parts) else "sizes"
-    page = _ENVIRONMENT.get_template("page.html").render(
+    page = _template("page.html").render(
         parts=parts,
         first=parts[0].answer,
         input_figure=input_figure,
@@ -124,7 +134,7 @@ def render(parts: Sequence[Part], input_figure: str = "") -> bytes:
 def picture(image: Image.Image, heat: Heat, label: str) -> tuple[str, str]:
     """Return figures: the input alone, and it below its attributions, with a slider."""
     before, over = (_data(panel, max(image.size) <= TINY) for panel in panels(image, heat))
-    return str(FIGURES.plain(before)), str(FIGURES.covered(before, over, label))
+    return str(figures().plain(before)), str(figures().covered(before, over, label))
 
 
 def _settings(parts: Sequence[Part]) -> Iterator[tuple[str, list[str]]]:

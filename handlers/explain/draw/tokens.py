@@ -6,7 +6,7 @@ from typing import Any
 
 from modelyard.base import explain_words as words
 from modelyard.handlers.explain.draw.bars import Bar
-from modelyard.handlers.explain.draw.page import FIGURES
+from modelyard.handlers.explain.draw.page import figures
 from modelyard.handlers.explain.draw.picture import PALE
 
 SHADES = 10
@@ -79,7 +79,7 @@ def figure(text: str, found: Sequence[Word], strength: float = 1.0) -> str:
         number = words.signed(float(f"{word.value:.2g}")) if abs(share) >= NUMBERED else ""
         colour = f" {'p' if share > 0 else 'n'}{shade}" if shade else ""
         pieces.append({"word": word, "text": shown, "shade": colour, "number": number})
-    return str(FIGURES.text([*pieces, _between(text[at:])]))
+    return str(figures().text([*pieces, _between(text[at:])]))
 
 
 def strongest(found: Sequence[Word]) -> list[Bar]:

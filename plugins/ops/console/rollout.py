@@ -8,7 +8,7 @@ from typing import Any
 
 from modelyard.archiver import ArchiveError
 from modelyard.archiver.manifest import Manifest
-from modelyard.archiver.read import read_manifest
+from modelyard.archiver.read import peek
 from modelyard.plugins.ops.console.answers import cut
 from modelyard.plugins.ops.console.models import ModelPages
 from modelyard.plugins.ops.console.render import Renderer
@@ -100,7 +100,8 @@ class RolloutPages:
                 if key not in self._manifests:
                     if len(self._manifests) >= 2 * MOST_ARCHIVES:
                         self._manifests.clear()
-                    self._manifests[key] = read_manifest(store / name)
+                    with peek(store / name) as (self._manifests[key], _, _):
+                        pass
                 manifest = self._manifests[key]
                 check_follows(manifest, name, model)
                 found.append((name, manifest.model_version))

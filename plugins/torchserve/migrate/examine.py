@@ -36,7 +36,7 @@ from modelyard.plugins.torchserve.log4j import find_log_config, read_log_config
 from modelyard.plugins.torchserve.metrics import TorchServeMetrics
 from modelyard.plugins.torchserve.policy import TorchServePolicy
 from modelyard.plugins.torchserve.store import TORCHSERVE_SUFFIXES, find_as_torchserve
-from modelyard.serve.control import build, sizing
+from modelyard.serve.control import build, preload, sizing
 from modelyard.serve.control.fetch import UrlRules, is_url, parse_url
 from modelyard.serve.control.model_config import ModelConfig, ModelSpec
 from modelyard.serve.control.register import Lifecycle
@@ -234,11 +234,12 @@ async def _size(
 ) -> Model:
     size = await policy.size(spec, config, name, _nobody_shares)
     each = PLAIN_BYTES
-    if not config.uses_gpu and build.choose_preload(archive, archive.manifest.handler):
-        each = FORKED_BYTES
-    elif config.uses_gpu or any(build.NEEDS_TORCH.search(code) for _, code in _sources(archive)):
-        each = sizing.WORKER_BYTES
     manifest = archive.manifest
+    contents = manifest, archive.files, archive.read
+    if not config.uses_gpu and preload.choose_preload(*contents, manifest.handler):
+        each = FORKED_BYTES
+    elif config.uses_gpu or any(preload.NEEDS_TORCH.search(code) for _, code in _sources(archive)):
+        each = sizing.WORKER_BYTES
     weights = sum(f.size_bytes for f in archive.files if f.name == manifest.serialized_file)
     # Weights that a handler of ours loads are mapped once; an author's may copy them.
     copies = min(1, size.workers) if manifest.handler in BUILTIN_HANDLERS else size.workers
@@ -302,7 +303,7 @@ def _look_at_code(policy: TorchServePolicy, archive: Archive, label: str) -> Ite
 def _sources(archive: Archive) -> Iterator[tuple[str, bytes]]:
     """Yield name and content of the author's files that are not too long to be looked at."""
     for file in archive.files:
-        if file.name.endswith(".py") and file.size_bytes <= build.MAX_SOURCE_BYTES:
+        if file.name.endswith(".py") and file.size_bytes <= preload.MAX_SOURCE_BYTES:
             yield file.name, archive.read(file.name)
 
 
