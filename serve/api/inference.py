@@ -206,9 +206,9 @@ class DirectReply(CallReply):
     def terms(self, timeout_s: float, priority: int) -> tuple[float, int]:
         """Return time and class, which only headers say."""
         head = self.asked.head
-        if head.terms is None:
-            head.terms = read_terms(head.headers)
-        return head.terms
+        if head.memo.terms is None:
+            head.memo.terms = read_terms(head.headers)
+        return head.memo.terms
 
     def describe(self) -> tuple[str, Attributes]:
         """Return the span's name and attributes, by OpenTelemetry's conventions for HTTP."""
@@ -320,6 +320,7 @@ class DirectReply(CallReply):
             monotonic() + HOLDS_S,
             EXPECTED_SHARE * timeout_s if is_late else math.inf,
             lambda: batcher.changes == changes,
+            lambda: batcher.is_short,
             count,
         )
 

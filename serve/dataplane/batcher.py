@@ -90,6 +90,11 @@ class Batcher:
         return self._queue.rows
 
     @property
+    def is_short(self) -> bool:
+        """Whether less waits than the next batch takes."""
+        return self._queue.rows < self._run.batch_size
+
+    @property
     def oldest_s(self) -> float:
         """How long the job has waited that waits longest; 0 while none does."""
         now = monotonic()
@@ -226,7 +231,9 @@ class Batcher:
 
         self.changes += self._queue.sift(is_late)
         for job in late:
+            self._admission.note(job, now - job.queued_at)
             job.fail(DeadlinePassed("the request waited longer than its time"))
+        self._admission.look()
         self._drop_left(now)
 
     def fail(self, error: Exception) -> None:
@@ -277,6 +284,7 @@ class Batcher:
             waited = now - job.queued_at
             if job.sink.done():
                 continue
+            self._admission.note(job, waited)
             if job.deadline <= now:
                 job.fail(DeadlinePassed("the request waited longer than its time"))
                 continue

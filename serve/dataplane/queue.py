@@ -83,7 +83,16 @@ RATE_OVER_S = 3.0
 
 EXPECTED_SHARE = 0.75
 """Share of a job's time that its answer may be expected to take: half of all answers take longer
-than expected, and at saturation every job waits as long as it may."""
+than expected, and at saturation every job waits as long as it may. Who waits for more of it than
+that before it is begun was expected too early."""
+LEAST_SHARE = 0.25
+"""The same where what was expected is wrong: the processor has other work, or the front is behind.
+A queue that is shorter keeps the workers as busy, and answers sooner."""
+LATE_PART = 0.01
+"""Part of the jobs of a look that may be late before less is expected."""
+FEWER, MORE = 0.7, 0.0025
+"""What the share is multiplied by at a look, a tenth of a second, when more were late, and what is
+added when not: down within 0.3 s, up within 20 s."""
 UNHURRIED_S = 5.0
 """A job with more time than that is only asked whether one replica could do it all."""
 
@@ -330,6 +339,22 @@ class Admission:
         self._kind = kind
         self._most_held = 3 * batch_size
         """Jobs of a replica with its own batch behind them."""
+        self._share = EXPECTED_SHARE
+        self._begun = self._late = 0
+
+    def note(self, job: Call, waited_s: float) -> None:
+        """Take note of how long a job waited, which is begun, or is given up."""
+        if job.must_fit:
+            self._begun += 1
+            self._late += waited_s > EXPECTED_SHARE * job.timeout_s
+
+    def look(self) -> None:
+        """Expect less where jobs have waited too long since the last look; called regularly."""
+        if self._late > LATE_PART * self._begun:
+            self._share = max(LEAST_SHARE, FEWER * self._share)
+        else:
+            self._share = min(EXPECTED_SHARE, MORE + self._share)
+        self._begun = self._late = 0
 
     def excess_s(self, timeout_s: float, queued: int, waited_s: float = 0.0) -> float:
         """Return by how many seconds an answer is expected too late; negative: in time.
@@ -339,7 +364,7 @@ class Admission:
             queued: how many are before it.
             waited_s: how much of its time has passed.
         """
-        allowed_s = EXPECTED_SHARE * timeout_s - waited_s
+        allowed_s = self._share * timeout_s - waited_s
         if allowed_s > UNHURRIED_S:
             most_s = (queued + self._most_held) * self._engine.job_s(self._kind)
             if most_s < allowed_s:

@@ -48,7 +48,7 @@ GATHER_S = 0.02
 SEND_BYTES = 1 << 22
 """What the kernel may hold for either end, where it allows as much (net.core.wmem_max): with its
 default of 208 KB a body of megabytes takes a wake-up of both processes for every piece."""
-AHEAD_S = 0.004
+AHEAD_S = 0.008
 """Work that a worker holds, so that it never waits for the server: several of its turns."""
 MOST_AHEAD = 256
 """Jobs that it may hold for that."""

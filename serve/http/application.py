@@ -13,14 +13,13 @@ import json
 import logging
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
-from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from modelyard.archiver import ArchiveError
 from modelyard.serve import errors
 from modelyard.serve.dataplane.call import Stream, Target
 from modelyard.serve.dataplane.wire import VERSION_HEADER, Payload
-from modelyard.serve.front.begin import REQUEST_ID, Fields, Headers, Served, ServerState, request_id
+from modelyard.serve.front.begin import REQUEST_ID, Fields, Headers, ServerState, request_id
 from modelyard.serve.http.connection import BODILESS, Answer, RequestResponseCycle, write_head
 from modelyard.serve.http.heads import Refusal
 from modelyard.serve.http.site import Cors
@@ -36,7 +35,8 @@ COMMON_HEADERS: Headers = [
 ]
 """Headers of every answer, as TorchServe's clients know them; browsers guess no type."""
 
-PREPARED = 64
+T = TypeVar("T")
+PREPARED = 128
 """Refusals and heads whose bytes are kept, of one API: they differ by model, time and length of the
 id."""
 LENGTH_MARK, ID_MARK = b"\1", b"\2"
@@ -171,8 +171,8 @@ class Answers:
         self._common = [*COMMON_HEADERS, *(more_headers or ())]
         self._closes_after_errors = closes_after_errors
         self._on_status = on_status
-        self._prepared: dict[tuple[object, ...], tuple[int, list[bytes]]] = {}
-        self._templates: dict[tuple[object, ...], bytes] = {}
+        self._kept: dict[tuple[object, ...], Any] = {}
+        """Heads and refusals that were made before."""
 
     def request_id(self, headers: Headers) -> str:
         """Return the client's own request id where it has the right form, else a new one."""
@@ -215,11 +215,9 @@ class Answers:
         if isinstance(headers, tuple) and self.cors is None and isinstance(body, Payload):
             self._close_after(cycle, status)
             key = status, headers, cycle.keeps_alive, cycle.served
-            template = self._templates.get(key)
+            template: bytes | None = self._kept.get(key)
             if template is None:
-                if len(self._templates) >= PREPARED:
-                    self._templates.clear()
-                template = self._templates[key] = self._make_template(cycle, status, headers)
+                template = self._keep(key, self._make_template(cycle, status, headers))
             head = template % (len(body), cycle.id.encode()) if template else b""
             if head and cycle.send_ready(status, head, body):
                 self.count(status)
@@ -258,18 +256,21 @@ class Answers:
         self._close_after(cycle, 503)
         id, served, stays = cycle.id, cycle.served, cycle.keeps_alive
         key = (type(error), str(error), *vars(error).values(), len(id), stays, served)
-        if (prepared := self._prepared.get(key)) is None:
-            if len(self._prepared) >= PREPARED:
-                self._prepared.clear()
-            prepared = self._prepared[key] = self._prepare(error, len(id), stays, served)
+        if self.cors is not None and self.cors.headers(
+            cycle.headers
+        ):  # a page of elsewhere reads it
+            self.send(cycle, *self.error(error, id))
+            return
+        prepared: tuple[int, list[bytes]] | None = self._kept.get(key)
+        if prepared is None:
+            prepared = self._keep(key, self._prepare(cycle, error))
         status, pieces = prepared
-        is_read_by_pages = self.cors is not None and self.cors.headers(cycle.headers)
-        if is_read_by_pages or not cycle.send_ready(status, id.encode().join(pieces), b""):
+        if not cycle.send_ready(status, id.encode().join(pieces), b""):
             self.send(cycle, *self.error(error, id))
         else:
             self.count(status)
             if cycle.again is not None:
-                make_id = partial(self.request_id, cycle.headers)
+                make_id = self.request_id
                 refusal = Refusal(cycle.again, make_id, pieces, status, cycle.sent, stays, served)
                 cycle.connection.heads.refuse(cycle.head, refusal)
 
@@ -278,17 +279,19 @@ class Answers:
         if self._on_status is not None:
             self._on_status(status)
 
-    def _prepare(
-        self, error: Exception, id_length: int, keeps_alive: bool, served: Served
-    ) -> tuple[int, list[bytes]]:
+    def _keep(self, key: tuple[object, ...], made: T) -> T:
+        if len(self._kept) >= PREPARED:
+            self._kept.clear()
+        self._kept[key] = made
+        return made
+
+    def _prepare(self, cycle: RequestResponseCycle, error: Exception) -> tuple[int, list[bytes]]:
         """Return the status of an error's answer, and what stands around the id in its bytes."""
-        mark = "~" * id_length  # in no id and no model's name, and JSON leaves it as it is
+        mark = "~" * len(cycle.id)  # in no id and no model's name, and JSON leaves it as it is
         status, headers, body = self.error(error, mark)
         length = (b"content-length", b"%d" % len(body))
-        marked = (b"x-request-id", mark.encode())
-        version = [] if served is None else [(VERSION_HEADER, served[1].encode())]
-        common = [marked, *self._common, *version]
-        head = write_head(status, [*headers, length, *common], keeps_alive)
+        common = self._common_of(cycle, mark.encode())
+        head = write_head(status, [*headers, length, *common], cycle.keeps_alive)
         assert head is not None, "no error of ours has a line break in a header"
         return status, (head + body).split(mark.encode())
 

@@ -447,8 +447,8 @@ class RequestResponseCycle:
 def find_known(heads: Heads, data: bytes) -> tuple[Head | None, bytes]:
     """Return head and body of what came, if it is one request, whole, and its head is known."""
     known, end, body = data.partition(END)
-    head = heads.get(known)
-    return (head if head is not None and head.length == len(body) and end else None), body
+    head = (heads.get(known) or heads.find_alike(known)) if end else None
+    return (head if head is not None and head.length == len(body) else None), body
 
 
 def target_of(head: Head) -> str:
@@ -462,7 +462,7 @@ def refuse_again(
 ) -> bytes:
     """Count one more refusal, and return its answer."""
     refusal.again.note()
-    id = refusal.make_id()
+    id = refusal.make_id(head.headers)
     if access is not None:
         access(
             Answered(client, head.method, target_of(head), refusal.status, 0.0, id, refusal.size,
@@ -566,7 +566,7 @@ class Connection(asyncio.Protocol):
         if self._was_unread:
             self._was_unread = False
             waited_s = self.turns.late_s(unread_s(self._socket))
-        if not self.turns.has_time():
+        if not self.turns.has_time() and not (self._is_first and self._is_wanted(data)):
             # Who will wait for its turn for a third of what would be too long is refused now.
             self.waited_s = waited_s + 3 * self.turns.behind_s
             if not self._is_first or not self._take_known(data, only_refuses=True):
@@ -646,7 +646,7 @@ class Connection(asyncio.Protocol):
         head, body = find_known(self.heads, data)
         if head is None or self.parser is None:
             return False
-        if head.refusal is not None and self._refuse_again(head):
+        if head.memo.refusal is not None and self._refuse_again(head):
             return True
         if only_refuses:
             return False
@@ -658,6 +658,12 @@ class Connection(asyncio.Protocol):
         if self.access is not None:
             cycle.began = monotonic()
         return True
+
+    def _is_wanted(self, data: bytes) -> bool:
+        """Return whether workers would be idle without requests of a kind that was refused."""
+        head, _ = find_known(self.heads, data)
+        refusal = head.memo.refusal if head is not None else None
+        return refusal is not None and refusal.again.is_short()
 
     def _keep_head(self, data: bytes) -> None:
         """Keep the head of what was parsed, if it is one request, whole, and nothing unusual."""

@@ -140,7 +140,7 @@ class Listener:
         self.budget = budget or AnswerBudget()
         self._spares_descriptors = spares_descriptors
         self.connections: set[Connection] = set()
-        self.heads = Heads()
+        self.heads = Heads(self.settings.max_request_bytes)
         self._opening: set[asyncio.Task[None]] = set()
         self._room = self.settings.max_connections
         """Connections that there may be: fewer than the limit once descriptors run short."""

@@ -412,6 +412,55 @@ def test_a_job_with_much_time_is_refused_too_when_that_is_not_enough() -> None:
     asyncio.run(scenario())
 
 
+def test_where_jobs_wait_too_long_fewer_are_let_in_until_they_do_not() -> None:
+    async def scenario() -> None:
+        engine = Engine(0)
+        engine.cost_s = 1.0
+        batcher = make(engine)
+
+        def let_in() -> int:
+            with pytest.raises(TooLate):
+                for at in range(100):
+                    submit(batcher, job(at, timeout_s=40))
+            return len(batcher.withdraw())
+
+        def begin(age_s: float, must_fit: bool = True) -> None:
+            batcher.put(job(0, timeout_s=40, age_s=age_s, must_fit=must_fit))
+            engine.replicas[0].free = 1
+            batcher.pump()
+            assert not batcher.waiting
+            batcher.sweep(monotonic())
+
+        assert let_in() == 30
+        begin(29)
+        assert let_in() == 30  # it has waited less than could be expected
+        begin(31, must_fit=False)
+        assert let_in() == 30  # it may wait for as long as it likes
+        begin(31)
+        assert let_in() == 20
+        batcher.put(job(0, timeout_s=40, age_s=41))
+        batcher.sweep(monotonic())  # it was never begun
+        assert let_in() == 14
+        for _ in range(9):
+            begin(31)
+        assert let_in() == 10
+        for _ in range(300):
+            batcher.sweep(monotonic())
+        assert let_in() == 30
+
+    asyncio.run(scenario())
+
+
+def test_less_than_the_next_batch_takes_is_short() -> None:
+    async def scenario() -> None:
+        batcher = make(Engine(0), batch_size=4)
+        for at in range(5):
+            assert batcher.is_short is (at < 4)
+            submit(batcher, job(at))
+
+    asyncio.run(scenario())
+
+
 def test_of_an_unknown_cost_nothing_is_expected() -> None:
     async def scenario() -> None:
         batcher = make(Engine())

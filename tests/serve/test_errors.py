@@ -1,6 +1,7 @@
 import inspect
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 
@@ -101,7 +102,8 @@ def test_torchserves_messages_are_kept() -> None:
 
 
 def test_a_refusal_whose_bytes_are_kept_names_its_own_request() -> None:
-    status, pieces = Answers(ServerState())._prepare(QueueFull("full", 1), 4, True, None)
+    cycle = SimpleNamespace(id="1234", served=None, keeps_alive=True)
+    status, pieces = Answers(ServerState())._prepare(cycle, QueueFull("full", 1))  # type: ignore[arg-type]
     answer = b"abcd".join(pieces)
     assert (status, len(pieces)) == (503, 3)
     assert b"x-request-id: abcd\r\n" in answer

@@ -116,7 +116,7 @@ async def test_a_server_that_reads_late_gives_a_worker_no_less_ahead() -> None:
         slots.pool.measured(PREDICT, 8, 0.004, 0.001)
     worker._replied_at = monotonic()
     assert slots.pool.job_s(PREDICT) == pytest.approx(0.0005), "what clients have to expect"
-    assert worker.capacity(PREDICT) == 32, "4 ms of work, and no less than two batches"
+    assert worker.capacity(PREDICT) == 64, "8 ms of work, and no less than two batches"
 
 
 @in_loop

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import pytest
 import uvloop
 
+from modelyard.serve.dataplane.wire import Buffer
+from modelyard.serve.http.connection import RequestResponseCycle
 from modelyard.serve.http.heads import (
     HOPELESS_HOLDS_S,
     MOST_BYTES,
@@ -20,9 +22,12 @@ from modelyard.serve.http.heads import (
     Heads,
     Refusal,
 )
-from tests.serve.test_connection import CLOSE, HOST, Served, chunked, get, post
+from tests.serve.test_connection import CLOSE, HOST, SETTINGS, Answers, Served, chunked, get, post
 
 KNOWN = post(b"/e", b"abc")
+ID, TRACE = b"X-Request-ID: %b\r\n", b"traceparent: 00-%032d-%016d-01\r\n"
+STRANGE = (b"a1", b"\xff1", b"", b"\t1")
+MOST = SETTINGS.max_request_bytes
 NONE = get(b"/e")
 SMUGGLED = get(b"/smuggled")
 
@@ -58,9 +63,35 @@ CASES = {
     "a header of two lines": [get(b"/e", b"a: b\r\n c: d\r\n")],
     "two hosts": [get(b"/e", HOST)],
     "by a page": [post(b"/e", b"abc", b"Origin: http://elsewhere\r\n")],
+    "a longer body": [post(b"/e", b"abcdefghij")],
+    "a body too long": [post(b"/e", b"x" * (MOST + 1))],
+    "no body": [post(b"/e", b"")],
+    "two of other lengths in one": [post(b"/e", b"abcd") + post(b"/e", b"ab")],
+    "a length of zeros": [get(b"/e", b"content-length: 0004\r\n", b"POST") + b"abcd"],
+    "a length in words": [get(b"/e", b"content-length: four\r\n", b"POST") + b"abcd"],
+    "a negative length": [get(b"/e", b"content-length: -4\r\n", b"POST") + b"abcd"],
+    "a length too large": [get(b"/e", b"content-length: 1%s\r\n" % (b"0" * 20), b"POST")],
+    "a length that is only named": [get(b"/e", b"content-length\r\n", b"POST")],
+    "two lengths, one spelled otherwise": [post(b"/e", b"abc", b"Content-Length: 4\r\n")],
+    "ids": [post(b"/e", b"ab", ID % b"a1"), post(b"/e", b"abc", ID % b"b2"),
+            post(b"/e", b"a", ID % b"longer"), get(b"/e", ID % b"c3")],
+    "ids and traces": [post(b"/e", b"a" * at, ID % b"%d" % at + TRACE % (at, at))
+                       for at in range(9)],
+    "two ids": [post(b"/e", b"a", ID % b"a1" + ID % one) for one in (b"b2", b"c3", b"d d")],
+    "an id of strange letters": [post(b"/e", b"a", ID % one) for one in STRANGE],
     "a head alone": [get(b"/exact", b"", b"HEAD")],
 }  # fmt: skip
 """What is sent, in pieces: on one connection, twice."""
+
+
+class Telling(Answers):
+    """Answers with all that it was asked."""
+
+    def echo(self, cycle: RequestResponseCycle, parts: Sequence[Buffer]) -> None:
+        """Write headers and body."""
+        told = cycle.headers, cycle.spelled, cycle.length, cycle.query, b"".join(parts)
+        body = repr(told).encode()
+        assert cycle.send_whole(200, [(b"content-length", b"%d" % len(body))], body)
 
 
 class Forgetful(Heads):
@@ -93,9 +124,9 @@ def compare(exchanges: Sequence[Sequence[bytes]]) -> tuple[list[bytes], list[byt
 
     async def main() -> tuple[list[bytes], list[bytes]]:
         found = []
-        for heads in (Heads(), Forgetful()):
+        for heads in (Heads(MOST), Forgetful(MOST)):
             served = Served()
-            served.listener.heads = heads
+            served.listener.heads, served.listener.app = heads, Telling()
             await served.listener.start()
             found.append(await answers(served, [[KNOWN], [NONE], *exchanges]))
             served.listener.close_idle(0)
@@ -132,7 +163,7 @@ def test_nor_is_what_chance_makes_of_requests(seed: int) -> None:
 
 
 def test_a_head_is_found_again_and_few_are_kept() -> None:
-    heads, known = Heads(), Head("POST", "/e", b"/e", b"", [], [], b"", 3)
+    heads, known = Heads(MOST), Head("POST", "/e", b"/e", b"", [], [], b"", 3)
     for unfit in (KNOWN + b"d", KNOWN[:-1], KNOWN[:-5], b"", b"abc", b"\r\n\r\n" + KNOWN):
         heads.keep(unfit, known)
     assert not heads
@@ -144,6 +175,32 @@ def test_a_head_is_found_again_and_few_are_kept() -> None:
     for at in range(MOST_HEADS):
         heads.keep(post(b"/%d" % at, b"abc"), known)
     assert 0 < len(heads) < MOST_HEADS
+
+
+def test_heads_are_alike_but_for_length_and_ids() -> None:
+    heads = Heads(1000)
+
+    def head(length: object, id: str, more: str = "") -> bytes:
+        fields = f"Host: a\r\nContent-Length: {length}\r\n{more}X-Request-Id: {id}"
+        return f"POST /e HTTP/1.1\r\n{fields}".encode()
+
+    headers = [(b"host", b"a"), (b"content-length", b"3"), (b"x-request-id", b"one")]
+    spelled = [b"Host", b"a", b"Content-Length", b"3", b"X-Request-Id", b"one"]
+    heads.keep(
+        head(3, "one") + b"\r\n\r\nabc", Head("POST", "/e", b"/e", b"", headers, spelled, b"", 3)
+    )
+    found = heads.find_alike(head(1000, "two"))
+    assert found is not None and found.memo is next(iter(heads.values())).memo
+    assert (found.length, found.headers) == (
+        1000, [(b"host", b"a"), (b"content-length", b"1000"), (b"x-request-id", b"two")],
+    )  # fmt: skip
+    assert found.spelled == [b"Host", b"a", b"Content-Length", b"1000", b"X-Request-Id", b"two"]
+    assert headers[1] == (b"content-length", b"3") and spelled[3] == b"3"
+    others = [head(1001, "two"), head("+3", "two"), head("", "two"), head(3, "three"),
+              head(3, "t o"), head(3, "two", "a: b\r\n"), head(3, "two").replace(b"Host", b"host"),
+              head(3, "two").replace(b": 3\r\nX-Request-Id: two", b"\r\nX-Request-Id"),
+              head(3, "two") + b"\r\n", head("9" * 13, "two")]  # fmt: skip
+    assert [heads.find_alike(other) for other in others] == [None] * len(others)
 
 
 def test_a_refusal_holds_for_a_moment_and_for_those_who_waited_as_long() -> None:
@@ -159,6 +216,6 @@ def test_a_refusal_holds_for_a_moment_and_for_those_who_waited_as_long() -> None
         (now - 0.1, False, 0.5, False),
         (now - HOPELESS_HOLDS_S, False, 0.6, False),
     ):
-        again = Again(0.2, until, 0.6, lambda is_so=is_so: is_so, lambda: None)  # type: ignore[misc]
-        head.refusal = Refusal(again, lambda: "", [b""], 503, 0, True, None)
+        again = Again(0.2, until, 0.6, lambda is_so=is_so: is_so, lambda: False, lambda: None)  # type: ignore[misc]
+        head.memo.refusal = Refusal(again, lambda headers: "", [b""], 503, 0, True, None)
         assert (head.find_refusal(waited_s) is not None) is is_refused, (until - now, waited_s)
