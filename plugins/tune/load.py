@@ -44,6 +44,8 @@ class Load:
     """Status and body of the first other answer."""
     cpu_s: float = 0.0
     """Processor time of this process, which the load itself took of the cores."""
+    parts: list[float] = field(default_factory=list)
+    """Rates of the loads that it took in."""
     broken: str = ""
     """Why there is nothing to measure."""
 
@@ -68,6 +70,7 @@ class Load:
     def add(self, later: Load) -> None:
         """Take in what another load saw of the same."""
         self.latencies_s = sorted(self.latencies_s + later.latencies_s)
+        self.parts.append(later.rate)
         self.failed += later.failed
         self.first_failure = self.first_failure or later.first_failure
         self.seconds += later.seconds

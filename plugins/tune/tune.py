@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from operator import truediv
 from pathlib import Path
-from statistics import median
+from statistics import median, pstdev
 from typing import Any
 
 import psutil
@@ -38,7 +38,7 @@ QUANTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "p99.9": 0.999}
 UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
 WARM_S = 0.5
-PART_S = 1.0
+PART_S = 0.5
 """Time of a part of a turn, where several settings have their turns beside each other."""
 TIE = 0.03
 """Rates that are closer count as equal."""
@@ -137,6 +137,8 @@ class Turn:
     quantiles_s: Mapping[str, float]
     load_share: float = 0.0
     """Share of one core that the load itself takes."""
+    parts: Sequence[float] = ()
+    """Answers per second in each part of it."""
     failure: str = ""
     """Why it does not count."""
 
@@ -155,18 +157,18 @@ class Result:
 
     @property
     def rates(self) -> list[float]:
-        """Answers per second in each turn."""
-        return [turn.rate for turn in self.turns]
+        """Answers per second in each part of each turn."""
+        return [rate for turn in self.turns for rate in turn.parts or [turn.rate]]
 
     @property
     def rate(self) -> float:
-        """Median of the turns, answers per second."""
+        """Their median."""
         return median(self.rates)
 
     @property
     def spread(self) -> float:
-        """Half of the range of the turns' rates, as a share of their median."""
-        return (max(self.rates) - min(self.rates)) / 2 / self.rate if self.rate else 0.0
+        """Standard deviation of the rates, as a share of their median."""
+        return pstdev(self.rates) / self.rate if self.rate else 0.0
 
     def quantile_s(self, name: str) -> float:
         """Return a quantile of the latency."""
@@ -179,7 +181,7 @@ class Result:
         return {
             **vars(self.setting),
             **(dict.fromkeys(found) if self.failure else found),
-            "turns": self.rates,
+            "turns": [turn.rate for turn in self.turns],
             "meets": self.meets(slo),
             "failure": self.failure or None,
         }
@@ -242,15 +244,13 @@ def search(
     every = shapes(plan, cores, gpus)
     scan([replace(shape, artifact=artifact) for artifact in ("", *artifacts) for shape in every])
     leaders = _finalists(list(scanned.values()), slo)[:LEADERS]
-    if not leaders:
-        return Outcome([], list(scanned.values()), None, None)
     sizes = [size for size in BATCH_SIZES if size <= largest_batch]
     scan([replace(leader, batch_size=size) for leader in leaders for size in sizes])
     finalists = _finalists(list(scanned.values()), slo)
     if not scanned[plan].failure and plan not in finalists:
         finalists.append(plan)
     finals = [Result(setting) for setting in finalists]
-    for turn in range(rounds):
+    for turn in range(rounds if finals else 0):
         on_turn(f"{len(finals)} that could win", len(scanned) + turn, len(scanned) + rounds)
         # Not beside each other on a device, whose memory they would share.
         groups = [[r] for r in finals[:: -1 if turn % 2 else 1]] if gpus else [finals]
@@ -290,7 +290,7 @@ def _rank(results: Sequence[Result], slo: Slo | None, slack: float = 1.0) -> lis
         name = slo.quantile if slo else "p50"
         return sorted((r for r in results if not r.failure), key=lambda each: each.quantile_s(name))
     top = max(able, key=lambda each: each.rate)
-    # Turn by turn, since those of one round were beside each other.
+    # Part by part, since those of one part were beside each other.
     tied = [each for each in able if median(map(truediv, each.rates, top.rates)) >= 1 - TIE]
     first = min(tied, key=lambda each: each.setting.cost)
     return sorted(able, key=lambda each: (each is not first, -each.rate))
@@ -342,8 +342,7 @@ class Trial:
                     break
                 load, url = Load(), ""
                 try:
-                    own = self.settings_for(setting, str(len(up)))
-                    url, _ = stack.enter_context(running(own))
+                    url, _ = stack.enter_context(running(self.settings_for(setting, str(len(up)))))
                 except ServeError as error:
                     load.broken = str(error)
                 up.append((load, url))
@@ -374,7 +373,7 @@ class Trial:
                 f"{load.failed} of {total} answers were errors, the first {load.first_failure}"
             )
         quantiles = {name: load.quantile_s(q) for name, q in QUANTILES.items()}
-        return Turn(load.rate, quantiles, load.cpu_s / load.seconds, failure)
+        return Turn(load.rate, quantiles, load.cpu_s / load.seconds, load.parts, failure)
 
     def settings_for(self, setting: Setting, beside: str = "") -> Settings:
         """Return the settings of a server with this setting.
