@@ -1,10 +1,10 @@
 """Measure settings of one model through the real server, and find the best that is fast enough.
 
-First workers, threads and artifacts at the batch size of the plan, then batch sizes for the two
-that led, one turn each. Those that could win, and the plan, then have their turns beside each
-other: their servers are up together and answer in short parts, in alternating order, so that what
-disturbs the machine for a while disturbs all. Only these turns decide. Servers are started afresh
-for each turn.
+First workers, threads and artifacts at the batch size of the plan, then batch sizes for the three
+that led, one turn each; then those that could win, and the plan, have more turns, and only these
+decide. Settings have their turns beside each other: their servers are up together and answer in
+short parts, in alternating order, so that what disturbs the machine for a while disturbs all.
+Servers are started afresh for each turn.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import count
 from operator import truediv
 from pathlib import Path
 from statistics import median, pstdev
@@ -44,7 +45,7 @@ TIE = 0.03
 """Rates that are closer count as equal."""
 CONTENDS = 0.75
 """Share of the best rate below which rates are not measured again after one turn."""
-LEADERS = 2
+LEADERS = 3
 """Numbers of workers and threads, each with its artifact, with which batch sizes are tried."""
 FINALISTS = 4
 STOP_S = 30.0
@@ -233,35 +234,34 @@ def search(
     Raises:
         ServeError: what `measure` raises.
     """
-    scanned: dict[Setting, Result] = {}
+    done = count()
 
-    def scan(settings: Sequence[Setting]) -> None:
-        new = [setting for setting in settings if setting not in scanned]
-        for at, setting in enumerate(new):
-            on_turn(str(setting), len(scanned), len(scanned) + len(new) - at + rounds)
-            scanned[setting] = Result(setting, list(measure([setting])))
+    def run(results: Sequence[Result]) -> None:
+        on_turn(f"{len(results)} settings", next(done), rounds + 2)
+        # Not beside each other on a device, whose memory they would share.
+        for group in [[result] for result in results] if gpus else [results]:
+            for result, turn in zip(group, measure([r.setting for r in group]), strict=True):
+                result.turns.append(turn)
 
     every = shapes(plan, cores, gpus)
-    scan([replace(shape, artifact=artifact) for artifact in ("", *artifacts) for shape in every])
-    leaders = _finalists(list(scanned.values()), slo)[:LEADERS]
-    sizes = [size for size in BATCH_SIZES if size <= largest_batch]
-    scan([replace(leader, batch_size=size) for leader in leaders for size in sizes])
-    finalists = _finalists(list(scanned.values()), slo)
-    if not scanned[plan].failure and plan not in finalists:
+    first = [Result(replace(each, artifact=name)) for name in ("", *artifacts) for each in every]
+    run(first)
+    leaders = _finalists(first, slo)[:LEADERS]
+    sizes = {plan.batch_size, *(size for size in BATCH_SIZES if size <= largest_batch)}
+    second = [Result(replace(each, batch_size=size)) for each in leaders for size in sorted(sizes)]
+    run(second)
+    finalists = _finalists(second, slo)
+    if not first[0].failure and plan not in finalists:
         finalists.append(plan)
     finals = [Result(setting) for setting in finalists]
     for turn in range(rounds if finals else 0):
-        on_turn(f"{len(finals)} that could win", len(scanned) + turn, len(scanned) + rounds)
-        # Not beside each other on a device, whose memory they would share.
-        groups = [[r] for r in finals[:: -1 if turn % 2 else 1]] if gpus else [finals]
-        for group in groups:
-            for result, measured in zip(group, measure([r.setting for r in group]), strict=True):
-                result.turns.append(measured)
+        run(finals[:: -1 if turn % 2 else 1])
     in_order = sorted(finals, key=lambda result: result.setting.cost)
-    rest = [result for result in scanned.values() if result.setting not in finalists]
-    first = next(iter(_rank(finals, slo)), None)
-    is_best = first is not None and first.meets(slo)
-    return Outcome(in_order, rest, first if is_best else None, None if is_best else first)
+    scanned = {result.setting: result for result in (*first, *second)}
+    rest = [result for setting, result in scanned.items() if setting not in finalists]
+    top = next(iter(_rank(finals, slo)), None)
+    best = top if top and top.meets(slo) else None
+    return Outcome(in_order, rest, best, None if best else top)
 
 
 def shapes(plan: Setting, cores: int, gpus: int) -> list[Setting]:
