@@ -145,7 +145,7 @@ def _read(head: Mapping[str, Any], tail: memoryview | None) -> TensorRequest:
             raise BadInput(f"the parameter {name} is not supported: requests stand for themselves")
     given = head.get("inputs")
     if not isinstance(given, list) or not given:
-        raise BadInput(f"inputs is {_kind(given)}; expected a list of tensors")
+        raise BadInput(f"inputs is {_kind(given) if given != [] else 'empty'}; expected tensors")
     inputs: dict[str, Array] = {}
     datatypes: dict[str, str] = {}
     at = 0
@@ -205,6 +205,9 @@ def _parameters(given: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     value = given.get("parameters")
     if value is not None and not isinstance(value, dict):
         raise BadInput(f"parameters of {where} is {_kind(value)}; expected an object")
+    if value and any(name.startswith("shared_memory_") for name in value):
+        raise BadInput(f"{where} is to be in shared memory, which is not supported; send and take "
+                       "values as bytes (binary_data)")  # fmt: skip
     return value or {}
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 import httpx
 
-from modelyard_client.calls import Body, Calls
+from modelyard_client.calls import Body, Calls, Priority
 from modelyard_client.connection import Connection, answer_of, is_left_open, run_apart
 from modelyard_client.errors import BadAnswer, NoAnswer
 from modelyard_client.explanation import Explanation
@@ -76,6 +77,35 @@ class AsyncClient:
     async def close(self) -> None:
         """Close the connections."""
         await self._http.aclose()
+
+    def with_options(
+        self,
+        *,
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+        priority: Priority | None = None,
+    ) -> AsyncClient:
+        """Return a client over the same connections whose calls differ in what is given here.
+
+        Args:
+            headers: more headers, as `traceparent`.
+            timeout_s: as of the client.
+            priority: class of the requests, where the server tells them apart.
+
+        Raises:
+            ValueError: an argument is wrong.
+        """
+        other = copy.copy(self)
+        other.calls = self.calls.vary(headers, timeout_s, priority)
+        return other
+
+    async def ask(self, model: str, body: Body, *, content_type: str | None = None) -> Answer:
+        """Return a prediction as it came: its `body`, `headers`, `version` and `request_id`.
+
+        Args:
+            model: as of `predict`, as are `body`, `content_type` and the errors.
+        """
+        return await self.run(self.calls.send("predictions", model, body, content_type))
 
     async def predict(self, model: str, body: Body, *, content_type: str | None = None) -> Any:
         """Return a model's prediction: what its JSON or text says, or bytes.
@@ -183,15 +213,18 @@ class AsyncClient:
     async def _send(self, attempt: Attempt) -> Answer | Exception:
         try:
             request = self._connection.build(self._http, attempt)
-            response = await self._http.send(request, stream=True)
-            if is_left_open(attempt, response):
-                return answer_of(response, None)
-            body = bytearray()
-            try:
-                async for chunk in response.aiter_bytes():
-                    self._connection.collect(body, chunk)
-            finally:
-                await response.aclose()
+            async with asyncio.timeout(attempt.timeout_s):
+                response = await self._http.send(request, stream=True)
+                if is_left_open(attempt, response):
+                    return answer_of(response, None)
+                body = bytearray()
+                try:
+                    async for chunk in response.aiter_bytes():
+                        self._connection.collect(body, chunk)
+                finally:
+                    await response.aclose()
             return answer_of(response, bytes(body))
+        except TimeoutError:
+            return httpx.ReadTimeout("", request=request)
         except (httpx.HTTPError, BadAnswer, OSError, ValueError) as error:
             return error

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import mimetypes
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 from urllib.parse import quote
 
 import orjson
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 JSON, OCTETS = "application/json", "application/octet-stream"
 AGENT = {"User-Agent": f"modelyard-client/{version('modelyard-client')}"}
 """Headers of every request, beside httpx's own."""
+Priority = Literal["high", "normal", "low"]
 
 Body = bytes | bytearray | memoryview | str | Path | Mapping[str, Any] | list[Any]
 """Bytes go out as they are, text as text/plain, the file of a path by the media type of its name,
@@ -91,6 +93,25 @@ class Calls:
         self._retries = retries
         self._is_idempotent = is_idempotent
         self._run = run
+        self._headers: Mapping[str, str] = AGENT
+
+    def vary(
+        self, headers: Mapping[str, str] | None, timeout_s: float | None, priority: Priority | None
+    ) -> Calls:
+        """Return the same calls with more headers, another time, another class.
+
+        Raises:
+            ValueError: one of them is wrong.
+        """
+        other = copy.copy(self)
+        if priority is not None:
+            if priority not in get_args(Priority):
+                raise ValueError(f"priority={priority!r}; expected one of {get_args(Priority)}")
+            headers = {**(headers or {}), "X-Request-Priority": priority}
+        other._headers = {**self._headers, **(headers or {})}
+        if timeout_s is not None:
+            other._retries = replace(self._retries, timeout_s=timeout_s)
+        return other
 
     def metadata(self, model: str) -> Flow[dict[str, Any]]:
         """Return a model's inputs and outputs."""
@@ -107,14 +128,14 @@ class Calls:
         return [str(name) for name in found["models"]]
 
     def _get(self, path: str) -> Flow[Any]:
-        request = Request("GET", path, headers=AGENT, is_idempotent=True)
+        request = Request("GET", path, headers=self._headers, is_idempotent=True)
         return decode((yield from self._retries.send(request)))
 
     def is_ready(self) -> Flow[bool]:
         """Return whether predictions can be answered now; this is not tried again."""
         once = Retries(attempts=1, timeout_s=self._retries.timeout_s)
         try:
-            yield from once.send(Request("GET", "/health/ready", headers=AGENT))
+            yield from once.send(Request("GET", "/health/ready", headers=self._headers))
         except RequestFailed as error:
             if error.status == 503:
                 return False
@@ -145,7 +166,7 @@ class Calls:
                 "POST",
                 f"/{api}/{_place(model)}",
                 query,
-                {**AGENT, **kind, **(headers or {})},
+                {**self._headers, **kind, **(headers or {})},
                 content,
                 self._is_idempotent,
                 is_stream,
@@ -163,8 +184,13 @@ class Calls:
         """Return the explanations of one input: one for each output and target."""
         content, headers = encode(body, content_type)  # once: a file may be another one later
         ask = partial(self.send, "explanations", model, content, headers["Content-Type"])
-        found = read_explanations(decode((yield from ask(options, {"Accept": JSON}))))
-        return [replace(each, draw=self._draw(ask, options, each, len(found))) for each in found]
+        answer = yield from ask(options, {"Accept": JSON})
+        found = read_explanations(decode(answer))
+        return [
+            replace(each, draw=self._draw(ask, options, each, len(found)), version=answer.version,
+                    request_id=answer.request_id)
+            for each in found
+        ]  # fmt: skip
 
     def _draw(
         self,
@@ -184,7 +210,7 @@ class Calls:
         from modelyard_client.tensors import read_outputs, write_request
 
         body, headers = write_request(inputs, outputs)
-        path, sent = f"{_tensor_path(model)}/infer", {**AGENT, **headers}
+        path, sent = f"{_tensor_path(model)}/infer", {**self._headers, **headers}
         request = Request("POST", path, {}, sent, body, self._is_idempotent)
         return read_outputs((yield from self._retries.send(request)))
 

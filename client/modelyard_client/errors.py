@@ -52,9 +52,13 @@ class RequestFailed(ClientError):
         except (ValueError, KeyError, TypeError, AttributeError):
             self.type, self.request_id = "", request_id
             self.message = content[:500].decode(errors="replace")
+        # The arguments are those of a copy in another process.
+        super().__init__(status, content, request_id, retry_after_s)
+
+    def __str__(self) -> str:
         named = f" {self.type}" if self.type else ""
         asked = f" (request {self.request_id})" if self.request_id else ""
-        super().__init__(f"{status}{named}: {self.message}{asked}")
+        return f"{self.status}{named}: {self.message}{asked}"
 
 
 def numpy() -> Any:

@@ -41,6 +41,10 @@ class Explanation:
     """What to know before believing it."""
     fields: Mapping[str, Any]
     """Everything else that the answer says, by its name there: `f_input`, `tokens`, `features` …"""
+    version: str = ""
+    """The version of the model that was explained."""
+    request_id: str = ""
+    """The id by which the server's log knows the request."""
     draw: Callable[[str], Answer] | None = field(default=None, repr=False, compare=False)
     """Asks the server for it once more, as `html` or `png`. It keeps what was sent."""
 

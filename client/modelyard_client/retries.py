@@ -72,6 +72,16 @@ class Answer:
     """Open, where the request asked for that and the answer is not an error."""
 
     @property
+    def version(self) -> str:
+        """The version of the model that answered; empty where the server does not say."""
+        return self.headers.get("x-model-version", "")
+
+    @property
+    def request_id(self) -> str:
+        """The id by which the server's log knows the request."""
+        return self.headers.get("x-request-id", "")
+
+    @property
     def content_type(self) -> str:
         """The media type, without its parameters."""
         return self.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -93,6 +103,10 @@ class Retries:
     timeout_s: float = 60.0
     """Time of the call, from its begin to its answer, pauses included."""
     draw: Callable[[float, float], float] = random.uniform
+
+    def __post_init__(self) -> None:
+        if not self.timeout_s > 0:
+            raise ValueError(f"timeout_s={self.timeout_s}; expected seconds above 0")
 
     def send(self, request: Request) -> Flow[Answer]:
         """Return the answer to a request, sent as often as that is safe and the time allows.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import ssl
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -13,8 +14,9 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 import httpx
 
-from modelyard_client.calls import Body, Calls
+from modelyard_client.calls import Body, Calls, Priority
 from modelyard_client.connection import Connection, answer_of, is_left_open, run_apart
+from modelyard_client.deadline import bound, within
 from modelyard_client.errors import BadAnswer, NoAnswer
 from modelyard_client.explanation import Explanation
 from modelyard_client.options import ExplainOptions
@@ -60,7 +62,7 @@ class Client:
         self.calls = Calls(
             Retries(attempts, timeout_s), idempotent, partial(run_apart, self._connection)
         )
-        self._http = httpx.Client(**self._connection.options())
+        self._http = bound(httpx.Client(**self._connection.options()))
 
     def __enter__(self) -> Client:
         return self
@@ -76,6 +78,35 @@ class Client:
     def close(self) -> None:
         """Close the connections."""
         self._http.close()
+
+    def with_options(
+        self,
+        *,
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+        priority: Priority | None = None,
+    ) -> Client:
+        """Return a client over the same connections whose calls differ in what is given here.
+
+        Args:
+            headers: more headers, as `traceparent`.
+            timeout_s: as of the client.
+            priority: class of the requests, where the server tells them apart.
+
+        Raises:
+            ValueError: an argument is wrong.
+        """
+        other = copy.copy(self)
+        other.calls = self.calls.vary(headers, timeout_s, priority)
+        return other
+
+    def ask(self, model: str, body: Body, *, content_type: str | None = None) -> Answer:
+        """Return a prediction as it came: its `body`, `headers`, `version` and `request_id`.
+
+        Args:
+            model: as of `predict`, as are `body`, `content_type` and the errors.
+        """
+        return self.run(self.calls.send("predictions", model, body, content_type))
 
     def predict(self, model: str, body: Body, *, content_type: str | None = None) -> Any:
         """Return a model's prediction: what its JSON or text says, or bytes.
@@ -183,15 +214,18 @@ class Client:
     def _send(self, attempt: Attempt) -> Answer | Exception:
         try:
             request = self._connection.build(self._http, attempt)
-            response = self._http.send(request, stream=True)
-            if is_left_open(attempt, response):
-                return answer_of(response, None)
-            body = bytearray()
-            try:
-                for chunk in response.iter_bytes():
-                    self._connection.collect(body, chunk)
-            finally:
-                response.close()
+            with within(attempt.timeout_s):
+                response = self._http.send(request, stream=True)
+                if is_left_open(attempt, response):
+                    return answer_of(response, None)
+                body = bytearray()
+                try:
+                    for chunk in response.iter_bytes():
+                        self._connection.collect(body, chunk)
+                finally:
+                    response.close()
             return answer_of(response, bytes(body))
+        except TimeoutError:
+            return httpx.ReadTimeout("", request=request)
         except (httpx.HTTPError, BadAnswer, OSError, ValueError) as error:
             return error

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import contextlib
+import copy
 import http.server
 import inspect
 import itertools
 import json
+import multiprocessing
+import pickle
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -281,6 +287,95 @@ def test_a_call_ends_with_its_time(server: LiveServer) -> None:
         client.infer("tensors", {"form": np.array([b"sleep"])})
 
 
+SLOW = b"HTTP/1.1 200 OK\r\nx-a: b\r\ncontent-length: 40\r\n\r\n" + b"x" * 40
+SLOW_AFTER = {
+    "nothing": 0,
+    "half of the head": 25,
+    "the head": len(SLOW) - 40,
+    "some": len(SLOW) - 9,
+}
+
+
+@contextlib.contextmanager
+def dripping(at_once: int) -> Iterator[str]:
+    """Yield the URL of a server that sends so many bytes at once, and others one by one."""
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                accepted, _ = listening.accept()
+                threading.Thread(target=drip, args=[accepted], daemon=True).start()
+
+    def drip(accepted: socket.socket) -> None:
+        with accepted, contextlib.suppress(OSError):
+            accepted.recv(1 << 16)
+            accepted.sendall(SLOW[:at_once])
+            for byte in SLOW[at_once:]:
+                time.sleep(0.1)
+                accepted.sendall(bytes([byte]))
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        threading.Thread(target=serve, daemon=True).start()
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("at_once", SLOW_AFTER.values(), ids=[*SLOW_AFTER])
+@pytest.mark.parametrize("body", [b"x", b"x" * (1 << 24)], ids=["short", "never read"])
+def test_an_answer_that_comes_byte_by_byte_ends_with_the_calls_time(
+    at_once: int, body: bytes
+) -> None:
+    async def ask(url: str) -> None:
+        async with AsyncClient(url, timeout_s=0.5) as client:
+            await client.predict("m", body)
+
+    def ask_without(url: str) -> None:
+        with Client(url, timeout_s=60) as client:
+            client.with_options(timeout_s=0.5).predict("m", body)
+
+    for run in (ask_without, lambda url: asyncio.run(ask(url))):
+        with dripping(at_once) as url, pytest.raises(NoAnswer, match="in time"):
+            began = time.monotonic()
+            run(url)
+        assert time.monotonic() - began < 1.5  # nearly three seconds, were it read to its end
+
+
+def test_options_are_of_the_calls_that_they_are_given_for() -> None:
+    with Misbehaving() as server, Client(server.url) as client:
+        headers = {"traceparent": "00-1-2-03"}
+        own = client.with_options(headers=headers, priority="high", timeout_s=5)
+        own.with_options(priority="low").predict("m", b"x")
+        own.predict("m", b"x")
+        client.predict("m", b"x")
+        server.shutdown()
+    seen = [(each.get("traceparent"), each.get("x-request-priority")) for each in server.asked]
+    assert seen == [("00-1-2-03", "low"), ("00-1-2-03", "high"), (None, None)]
+    assert [float(each["x-request-timeout"]) <= 5 for each in server.asked] == [True, True, False]
+
+
+def test_an_answer_says_who_gave_it(server: LiveServer) -> None:
+    with Client(server.about["inference"]) as client:
+        own = client.with_options(headers={"X-Request-Id": "one"})
+        answer = own.ask("echo", b"x")
+    assert (answer.version, answer.request_id, answer.status) == ("1.0", "one", 200)
+
+
+def fail(url: str) -> None:
+    """Call what is not there, in another process."""
+    with Client(url) as client:
+        client.predict("nobody", b"x")
+
+
+def test_errors_pass_from_process_to_process(server: LiveServer) -> None:
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, spawn) as pool:
+        failed = pool.submit(fail, server.about["inference"]).exception()
+    assert isinstance(failed, RequestFailed)
+    assert (failed.status, failed.type) == (404, "ModelNotFoundException")
+    for error in (failed, NoAnswer("nobody"), BadAnswer("bad")):
+        twin = pickle.loads(pickle.dumps(copy.copy(error)))
+        assert (type(twin), str(twin), vars(twin)) == (type(error), str(error), vars(error))
+
+
 @pytest.mark.parametrize(
     ("value", "seconds"),
     [("2", 2.0), (None, None), ("soon", None), ("-1", None), ("1 Jan 1970 00:00:00 GMT", 0.0)],
@@ -314,6 +409,9 @@ def test_a_token_of_a_file_counts_as_soon_as_it_is_there(tmp_path: Path) -> None
         (lambda: Client("http://localhost:port"), "is not a URL"),
         (lambda: Client("https://localhost", ca="/nowhere.pem"), "cannot use the certificates"),
         (lambda: AsyncClient("ftp://localhost"), "expected http://HOST:PORT"),
+        (lambda: Client("http://a", timeout_s=0), "above 0"),
+        (lambda: Client("http://a").with_options(timeout_s=-1), "above 0"),
+        (lambda: Client("http://a").with_options(priority="urgent"), "one of"),  # type: ignore[arg-type]
     ],
 )
 def test_wrong_arguments_are_named(make: Callable[[], object], said: str) -> None:

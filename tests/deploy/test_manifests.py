@@ -160,5 +160,8 @@ def test_the_settings_are_settings_and_leave_time_to_drain() -> None:
 def test_they_scale_by_metrics_that_there_are() -> None:
     text = (DEPLOY / "kubernetes" / "scale-by-work.yaml").read_text(encoding="utf-8")
     known = Metrics().text()
-    for name in re.findall(r"modelyard_\w+", text):
+    names = re.findall(r"modelyard_\w+", text)
+    assert len(names) == 3
+    for name in names:
         assert f"# TYPE {name} " in known
+        assert f'{name}{{namespace="models", pod=~"modelyard-.+"}}' in text, "its own pods alone"

@@ -103,8 +103,11 @@ REFUSED: list[tuple[bytes, str]] = [
     (b"", "not JSON"),
     (b"{nope", "not JSON"),
     (b"[1]", "expected an object"),
-    (b'{"inputs": []}', "inputs is a list"),
     (b'{"id": "1"}', "missing or null"),
+    (b'{"inputs": []}', "inputs is empty"),
+    (body({**tensor("INT8", [1]), "parameters": {"shared_memory_region": "r"}}), "shared memory"),
+    (body(tensor("INT8", [1]), outputs=[{"name": "y", "parameters": {
+        "shared_memory_region": "r", "shared_memory_byte_size": 80}}]), "shared memory"),
     (body({"datatype": "FP32"}), "no name"),
     (body(tensor("INT8", [1]), tensor("INT8", [1])), "given twice"),
     (body(tensor("FLOAT", [1])), "datatype 'FLOAT'"),
