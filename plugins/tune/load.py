@@ -44,6 +44,10 @@ class Load:
     """Status and body of the first other answer."""
     cpu_s: float = 0.0
     """Processor time of this process, which the load itself took of the cores."""
+    parts: list[float] = field(default_factory=list)
+    """Rates of the loads that it took in."""
+    broken: str = ""
+    """Why there is nothing to measure."""
 
     @property
     def rate(self) -> float:
@@ -62,6 +66,15 @@ class Load:
         self.failed += 1
         text = body.decode("utf-8", "replace").strip()
         self.first_failure = self.first_failure or f"{status}: {text}"
+
+    def add(self, later: Load) -> None:
+        """Take in what another load saw of the same."""
+        self.latencies_s = sorted(self.latencies_s + later.latencies_s)
+        self.parts.append(later.rate)
+        self.failed += later.failed
+        self.first_failure = self.first_failure or later.first_failure
+        self.seconds += later.seconds
+        self.cpu_s += later.cpu_s
 
     def end(self, seconds: float, cpu_s: float) -> Load:
         """Return it with its time, sorted."""
@@ -88,7 +101,8 @@ def run_load(
 ) -> Load:
     """Send the requests in turn over every connection: `warm_s` unseen, then `seconds` measured.
 
-    Both go on past their time until every connection has had an answer.
+    Both go on past their time until every connection has had an answer. Answers count when they
+    come, whenever their request was sent.
 
     Raises:
         StartError: the server closed a connection, or did not answer.
@@ -109,11 +123,12 @@ def run_load(
             for phase_s in (warm_s, seconds):
                 load = Load()
                 for client in clients.all:
-                    client.answered = 0
-                began, cpu_began = time.perf_counter(), time.process_time()
+                    client.answered, client.load = 0, load
+                began, cpu_began = clients.answered_at, time.process_time()
                 await clients.wait(phase_s)
                 await clients.until(lambda: all(client.answered for client in clients.all))
-            return load.end(time.perf_counter() - began, time.process_time() - cpu_began)
+            # From answer to answer: batches come together, and a part of one is none.
+            return load.end(clients.answered_at - began, time.process_time() - cpu_began)
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(run())
@@ -192,6 +207,11 @@ class _Connections:
         self._parts = urlsplit(url)
         self.all: list[_Client] = []
 
+    @property
+    def answered_at(self) -> float:
+        """When the last answer came."""
+        return max(client.answered_at for client in self.all)
+
     async def __aenter__(self) -> _Connections:
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         return self
@@ -248,8 +268,8 @@ class _Client(asyncio.Protocol):
 
     def __init__(self, broken: asyncio.Future[None]) -> None:
         self._broken = broken
-        self._load = Load()
-        self._sent_at = 0.0
+        self.load = Load()
+        self.answered_at = self._sent_at = 0.0
         self._body = b""
         self._is_closing = False
         self._parser = httptools.HttpResponseParser(self)
@@ -271,7 +291,7 @@ class _Client(asyncio.Protocol):
         """Send a request, whose answer is counted in `load`, its time from `since` or now."""
         if self._is_closing:
             return
-        self._load = load
+        self.load = load
         self._sent_at = time.perf_counter() if since is None else since
         self._transport.write(request)
 
@@ -289,8 +309,9 @@ class _Client(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         """Count the answer, and go on."""
-        latency_s = time.perf_counter() - self._sent_at
-        self._load.count(self._parser.get_status_code(), latency_s, self._body)
+        self.answered_at = time.perf_counter()
+        latency_s = self.answered_at - self._sent_at
+        self.load.count(self._parser.get_status_code(), latency_s, self._body)
         self._body = b""
         self.answered += 1
         self.go_on(self)
@@ -298,7 +319,7 @@ class _Client(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         """Report that nothing more can be measured."""
         if not self._is_closing:
-            self._break(f"the server closed a connection {self._load.first_failure}".rstrip())
+            self._break(f"the server closed a connection {self.load.first_failure}".rstrip())
 
     def _break(self, text: str) -> None:
         if not self._broken.done():

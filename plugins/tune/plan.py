@@ -135,16 +135,6 @@ class Plan:
     cells: int
     cell: CellPlan
 
-    @property
-    def cores(self) -> int:
-        """Cores of all cells."""
-        return self.cells * self.cell.cores
-
-    @property
-    def memory_mb(self) -> float:
-        """Memory of all cells."""
-        return self.cells * self.cell.memory_mb
-
 
 def refuse_impossible(model: KnownModel, limit_s: float, quantile: float) -> None:
     """Raise where one request alone, in a cell that has nothing else to do, takes longer.

@@ -18,6 +18,7 @@ from modelyard.plugins.tune.costs import KEY, BadCosts, parse_costs
 from modelyard.plugins.tune.load import Load, make_request, run_open_load
 from modelyard.plugins.tune.tune import (
     QUANTILES,
+    Setting,
     Slo,
     golden_bodies,
     on_own_ports,
@@ -223,26 +224,16 @@ def try_cell(plan: Plan, settings: Settings, seconds: float) -> dict[str, Load]:
             bodies[name] = golden_bodies(archive)
         if not bodies[name]:
             raise WrongUsage(f"{name} holds no golden request to try it with; archive --example")
-        model_settings[name] = {
-            **settings.model_settings.get(name, {}),
-            "minWorkers": each.workers,
-            "workerThreads": each.model.threads,
-            "batchSize": each.model.batch_size,
-        }
+        setting = Setting(each.workers, each.model.threads, each.model.batch_size)
+        model_settings[name] = settings.model_settings.get(name, {}) | setting.keys
     with tempfile.TemporaryDirectory(prefix="modelyard-plan-") as folder:
         own = on_own_ports(settings, tuple(bodies), Path(folder))
         own = own.model_copy(update={"model_settings": model_settings})
         with running(own) as (url, _):
-            mix = {
-                each.model.name: (
-                    each.rate,
-                    [
-                        make_request(url, f"/predictions/{quote(each.model.name)}", *body)
-                        for body in bodies[each.model.name]
-                    ],
-                )
-                for each in plan.cell.models
-            }
+            mix = {}
+            for each in plan.cell.models:
+                path = f"/predictions/{quote(name := each.model.name)}"
+                mix[name] = each.rate, [make_request(url, path, *body) for body in bodies[name]]
             return run_open_load(url, mix, seconds, WARM_S)
 
 
@@ -283,9 +274,9 @@ def report(
         "rps": rps,
         "slo": str(limit),
         "cells": plan.cells,
-        "cores": plan.cores,
+        "cores": plan.cells * plan.cell.cores,
         "cell_cores": plan.cell.cores,
-        "memory_mb": plan.memory_mb,
+        "memory_mb": plan.cells * plan.cell.memory_mb,
         "cell_memory_mb": plan.cell.memory_mb,
         "server_busy": plan.cell.server_busy,
         "models": [

@@ -1,9 +1,10 @@
 """Measure settings of one model through the real server, and find the best that is fast enough.
 
-Coordinate-wise: first workers and threads at the batch size of the plan, then batch sizes for the
-workers that led, one turn each. Those that could win, and the plan, then have their turns in
-alternating order, so that what disturbs the machine for a while disturbs all; only these turns
-decide. Each turn starts the server afresh and stops it.
+First workers, threads and artifacts at the batch size of the plan, then batch sizes for the three
+that led, one turn each; then those that could win, and the plan, have more turns, and only these
+decide. Settings have their turns beside each other: their servers are up together and answer in
+short parts, in alternating order, so that what disturbs the machine for a while disturbs all.
+Servers are started afresh for each turn.
 """
 
 from __future__ import annotations
@@ -12,19 +13,22 @@ import math
 import re
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import count
+from operator import truediv
 from pathlib import Path
-from statistics import median
+from statistics import median, pstdev
 from typing import Any
 
+import psutil
 import typer
 import yaml
 
 from modelyard.archiver import Archive
 from modelyard.archiver.alternatives import KEY
-from modelyard.base.terminal import err
-from modelyard.plugins.tune.load import make_request, run_load
+from modelyard.base.terminal import OnStep, err
+from modelyard.plugins.tune.load import Load, make_request, run_load
 from modelyard.serve.cli import known_errors
 from modelyard.serve.control.state import StateDir
 from modelyard.serve.errors import ServeError, StartError, WrongUsage
@@ -35,12 +39,14 @@ QUANTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "p99.9": 0.999}
 UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
 WARM_S = 0.5
-TIE = 0.05
-"""Rates that are closer count as equal; as do those within the spread of the best."""
-WORST_TIE = 0.15
-"""However large that spread is."""
+PART_S = 0.5
+"""Time of a part of a turn, where several settings have their turns beside each other."""
+TIE = 0.03
+"""Rates that are closer count as equal."""
 CONTENDS = 0.75
 """Share of the best rate below which rates are not measured again after one turn."""
+LEADERS = 3
+"""Numbers of workers and threads, each with its artifact, with which batch sizes are tried."""
 FINALISTS = 4
 STOP_S = 30.0
 
@@ -107,6 +113,16 @@ class Setting:
         """What decides between equals: the artifact, threads in all, their teams, the batch."""
         return self.artifact, self.workers * self.threads, self.threads, self.batch_size
 
+    @property
+    def keys(self) -> dict[str, int | float | str]:
+        """The keys of model-config.yaml, and of `model_settings`, that ask for it."""
+        keys: dict[str, int | float | str] = {
+            "minWorkers": self.workers,
+            "workerThreads": self.threads,
+            "batchSize": self.batch_size,
+        }
+        return keys | ({KEY: self.artifact} if self.artifact else {})
+
     def __str__(self) -> str:
         """Return it in words."""
         text = f"workers {self.workers}, threads {self.threads}, batch {self.batch_size}"
@@ -122,6 +138,8 @@ class Turn:
     quantiles_s: Mapping[str, float]
     load_share: float = 0.0
     """Share of one core that the load itself takes."""
+    parts: Sequence[float] = ()
+    """Answers per second in each part of it."""
     failure: str = ""
     """Why it does not count."""
 
@@ -139,15 +157,19 @@ class Result:
         return next((turn.failure for turn in self.turns if turn.failure), "")
 
     @property
+    def rates(self) -> list[float]:
+        """Answers per second in each part of each turn."""
+        return [rate for turn in self.turns for rate in turn.parts or [turn.rate]]
+
+    @property
     def rate(self) -> float:
-        """Median of the turns, answers per second."""
-        return median(turn.rate for turn in self.turns)
+        """Their median."""
+        return median(self.rates)
 
     @property
     def spread(self) -> float:
-        """Half of the range of the turns' rates, as a share of their median."""
-        rates = [turn.rate for turn in self.turns]
-        return (max(rates) - min(rates)) / 2 / self.rate if self.rate else 0.0
+        """Standard deviation of the rates, as a share of their median."""
+        return pstdev(self.rates) / self.rate if self.rate else 0.0
 
     def quantile_s(self, name: str) -> float:
         """Return a quantile of the latency."""
@@ -186,11 +208,6 @@ class Outcome:
     """The lowest latency, where none is best."""
 
 
-Measure = Callable[[Setting], Turn]
-OnTurn = Callable[[Setting, int, int, int], None]
-"""Called before a turn with the setting, the turn's number, and turns done and expected."""
-
-
 def search(
     plan: Setting,
     *,
@@ -199,9 +216,9 @@ def search(
     largest_batch: int,
     slo: Slo | None,
     rounds: int,
-    measure: Measure,
+    measure: Callable[[Sequence[Setting]], Sequence[Turn]],
     artifacts: Sequence[str] = (),
-    on_turn: OnTurn = lambda setting, turn, done, expected: None,
+    on_turn: OnStep = lambda text, done, expected: None,
 ) -> Outcome:
     """Find the setting with the highest rate that meets the limit.
 
@@ -210,45 +227,41 @@ def search(
         gpus: devices that the model runs on; 0 for a CPU.
         largest_batch: a batch cannot become larger: proven by the export, or all connections.
         rounds: turns in the finals.
-        artifacts: others of the archive, tried with the setting that leads.
+        measure: measures settings beside each other: a turn of each.
+        artifacts: others of the archive.
+        on_turn: called before a turn with what has it, and how many were and will be.
 
     Raises:
         ServeError: what `measure` raises.
     """
-    scanned: dict[Setting, Result] = {}
-    done = 0
+    done = count()
 
-    def run(result: Result, turn: int, to_come: int) -> None:
-        nonlocal done
-        on_turn(result.setting, turn, done, done + to_come)
-        result.turns.append(measure(result.setting))
-        done += 1
+    def run(results: Sequence[Result]) -> None:
+        on_turn(f"{len(results)} settings", next(done), rounds + 2)
+        # Not beside each other on a device, whose memory they would share.
+        for group in [[result] for result in results] if gpus else [results]:
+            for result, turn in zip(group, measure([r.setting for r in group]), strict=True):
+                result.turns.append(turn)
 
-    def scan(settings: Sequence[Setting]) -> None:
-        new = [setting for setting in settings if setting not in scanned]
-        for at, setting in enumerate(new):
-            scanned[setting] = Result(setting)
-            run(scanned[setting], 1, len(new) - at + (FINALISTS + 1) * rounds)
-
-    scan(shapes(plan, cores, gpus))
-    lead = _best(list(scanned.values()), slo) or _nearest(list(scanned.values()), slo)
-    if lead is None:
-        return Outcome([], list(scanned.values()), None, None)
-    sizes = [size for size in BATCH_SIZES if size <= largest_batch]
-    scan([replace(lead.setting, batch_size=size) for size in sizes])
-    if artifacts:
-        lead = _best(list(scanned.values()), slo) or lead
-        scan([replace(lead.setting, artifact=artifact) for artifact in artifacts])
-    finals = [Result(setting) for setting in _finalists(list(scanned.values()), plan, slo)]
-    for turn in range(1, rounds + 1):
-        for at, result in enumerate(finals):
-            run(result, turn, len(finals) - at + (rounds - turn) * len(finals))
-        finals.reverse()
+    every = shapes(plan, cores, gpus)
+    first = [Result(replace(each, artifact=name)) for name in ("", *artifacts) for each in every]
+    run(first)
+    leaders = _finalists(first, slo)[:LEADERS]
+    sizes = {plan.batch_size, *(size for size in BATCH_SIZES if size <= largest_batch)}
+    second = [Result(replace(each, batch_size=size)) for each in leaders for size in sorted(sizes)]
+    run(second)
+    finalists = _finalists(second, slo)
+    if not first[0].failure and plan not in finalists:
+        finalists.append(plan)
+    finals = [Result(setting) for setting in finalists]
+    for turn in range(rounds if finals else 0):
+        run(finals[:: -1 if turn % 2 else 1])
     in_order = sorted(finals, key=lambda result: result.setting.cost)
-    seen = {result.setting for result in finals}
-    rest = [result for result in scanned.values() if result.setting not in seen]
-    best = _best(finals, slo)
-    return Outcome(in_order, rest, best, None if best else _nearest(finals, slo))
+    scanned = {result.setting: result for result in (*first, *second)}
+    rest = [result for setting, result in scanned.items() if setting not in finalists]
+    top = next(iter(_rank(finals, slo)), None)
+    best = top if top and top.meets(slo) else None
+    return Outcome(in_order, rest, best, None if best else top)
 
 
 def shapes(plan: Setting, cores: int, gpus: int) -> list[Setting]:
@@ -267,39 +280,32 @@ def shapes(plan: Setting, cores: int, gpus: int) -> list[Setting]:
     return [plan, *(Setting(workers, threads, plan.batch_size) for workers, threads in others)]
 
 
-def _finalists(results: Sequence[Result], plan: Setting, slo: Slo | None) -> list[Setting]:
-    """Return the settings that more turns could make the chosen one, and the plan."""
-    best = _best(results, slo, slack=1 / CONTENDS)
-    if best is not None:
-        able = [each for each in results if each.meets(slo, 1 / CONTENDS)]
-        able.sort(key=lambda each: -each.rate)
-        near = [each for each in able if each.rate >= CONTENDS * best.rate]
-    else:
-        assert slo is not None
-        name = slo.quantile
-        near = [each for each in results if not each.failure]
-        near.sort(key=lambda each: each.quantile_s(name))
-    finalists = [each.setting for each in near[:FINALISTS]]
-    is_plan_able = any(each.setting == plan and not each.failure for each in results)
-    return finalists if plan in finalists or not is_plan_able else [*finalists, plan]
+def _rank(results: Sequence[Result], slo: Slo | None, slack: float = 1.0) -> list[Result]:
+    """Return what meets the limit, by rate; where nothing does, all that was measured, by latency.
 
-
-def _best(results: Sequence[Result], slo: Slo | None, slack: float = 1.0) -> Result | None:
-    """Return the highest rate that meets the limit, or the simplest of those that tie with it."""
-    able = [result for result in results if result.meets(slo, slack)]
+    Of rates that tie with the highest, the simplest setting's comes first.
+    """
+    able = [each for each in results if each.meets(slo, slack)]
     if not able:
-        return None
-    top = max(able, key=lambda result: result.rate)
-    margin = min(max(TIE, top.spread), WORST_TIE)
-    tied = [result for result in able if result.rate >= top.rate * (1 - margin)]
-    return min(tied, key=lambda result: result.setting.cost)
+        name = slo.quantile if slo else "p50"
+        return sorted((r for r in results if not r.failure), key=lambda each: each.quantile_s(name))
+    top = max(able, key=lambda each: each.rate)
+    # Part by part, since those of one part were beside each other.
+    tied = [each for each in able if median(map(truediv, each.rates, top.rates)) >= 1 - TIE]
+    first = min(tied, key=lambda each: each.setting.cost)
+    return sorted(able, key=lambda each: (each is not first, -each.rate))
 
 
-def _nearest(results: Sequence[Result], slo: Slo | None) -> Result | None:
-    able = [result for result in results if not result.failure]
-    if slo is None or not able:
-        return None
-    return min(able, key=lambda result: result.quantile_s(slo.quantile))
+def _finalists(results: Sequence[Result], slo: Slo | None) -> list[Setting]:
+    """Return the settings that more turns could make the chosen one."""
+    slack = 1 / CONTENDS
+    ranked = _rank(results, slo, slack)
+    near = [
+        each
+        for each in ranked
+        if each.rate >= CONTENDS * ranked[0].rate or not each.meets(slo, slack)
+    ]
+    return [each.setting for each in near[:FINALISTS]]
 
 
 # -- one turn ----------------------------------------------------------------------------------
@@ -318,18 +324,46 @@ class Trial:
     connections: int
     seconds: float
 
-    def measure(self, setting: Setting) -> Turn:
-        """Start a server with this setting, load it, stop it.
+    def measure(self, settings: Sequence[Setting]) -> list[Turn]:
+        """Start a server for each setting, load them in turns, part by part, and stop them.
+
+        Where memory would not do for all of them together, the last follow alone.
 
         Raises:
             StartError: the model answers nothing but errors, so no setting is worth a try.
         """
+        parts = max(1, round(self.seconds / PART_S)) if len(settings) > 1 else 1
+        up: list[tuple[Load, str]] = []
+        taken = 0
+        with ExitStack() as stack:
+            for setting in settings:
+                free = psutil.virtual_memory().available
+                if free < 2 * taken:
+                    break
+                load, url = Load(), ""
+                try:
+                    url, _ = stack.enter_context(running(self.settings_for(setting, str(len(up)))))
+                except ServeError as error:
+                    load.broken = str(error)
+                up.append((load, url))
+                taken = max(taken, free - psutil.virtual_memory().available)
+            for part in range(parts):
+                for load, url in up[:: -1 if part % 2 else 1]:
+                    if not load.broken:
+                        self._ask(url, load, self.seconds / parts, 0.0 if part else WARM_S)
+        turns = [self._turn(load) for load, _ in up]
+        return turns + (self.measure(rest) if (rest := settings[len(up) :]) else [])
+
+    def _ask(self, url: str, load: Load, seconds: float, warm_s: float) -> None:
+        requests = [make_request(url, self.path, *each) for each in self.bodies]
         try:
-            with running(self.settings_for(setting)) as (url, _):
-                requests = [make_request(url, self.path, *each) for each in self.bodies]
-                load = run_load(url, requests, self.connections, self.seconds, WARM_S)
+            load.add(run_load(url, requests, self.connections, seconds, warm_s))
         except ServeError as error:
-            return Turn(0.0, dict.fromkeys(QUANTILES, math.inf), failure=str(error))
+            load.broken = str(error)
+
+    def _turn(self, load: Load) -> Turn:
+        if load.broken:
+            return Turn(0.0, dict.fromkeys(QUANTILES, math.inf), failure=load.broken)
         if not load.latencies_s:
             raise StartError(f"{self.name} answers {load.first_failure}; see --input")
         failure = ""
@@ -339,20 +373,20 @@ class Trial:
                 f"{load.failed} of {total} answers were errors, the first {load.first_failure}"
             )
         quantiles = {name: load.quantile_s(q) for name, q in QUANTILES.items()}
-        return Turn(load.rate, quantiles, load.cpu_s / load.seconds, failure)
+        return Turn(load.rate, quantiles, load.cpu_s / load.seconds, load.parts, failure)
 
-    def settings_for(self, setting: Setting) -> Settings:
-        """Return the settings of a server with this setting."""
-        own = {
-            **self.settings.model_settings.get(self.name, {}),
-            "minWorkers": setting.workers,
-            "workerThreads": setting.threads,
-            "batchSize": setting.batch_size,
-            "maxBatchDelay": 0,
-        }
-        if setting.artifact:
-            own[KEY] = setting.artifact
-        return self.settings.model_copy(update={"model_settings": {self.name: own}})
+    def settings_for(self, setting: Setting, beside: str = "") -> Settings:
+        """Return the settings of a server with this setting.
+
+        Args:
+            setting: what it serves the model with.
+            beside: a name among others that are up with it, which have state folders of their own.
+        """
+        own = {**self.settings.model_settings.get(self.name, {}), **setting.keys}
+        state_dir = self.settings.state_dir / beside
+        own["maxBatchDelay"] = 0
+        changes = {"model_settings": {self.name: own}, "state_dir": state_dir}
+        return self.settings.model_copy(update=changes)
 
 
 @contextmanager
@@ -431,14 +465,8 @@ def config_changes(
     TorchServe takes minWorkers only with a maxWorkers that is no less.
     """
     most = old.get("maxWorkers")
-    changes: dict[str, int | float | str] = {
-        "minWorkers": setting.workers,
-        "maxWorkers": max(setting.workers, most if isinstance(most, int) else 0),
-        "workerThreads": setting.threads,
-        "batchSize": setting.batch_size,
-    }
-    if setting.artifact:
-        changes[KEY] = setting.artifact
+    most = max(setting.workers, most if isinstance(most, int) else 0)
+    changes = setting.keys | {"maxWorkers": most}
     if rate:
         changes["tunedRate"] = float(f"{rate:.3g}")
     return changes | ({"maxBatchDelay": 0} if "maxBatchDelay" in old else {})

@@ -144,7 +144,7 @@ def _measure(
         bodies = _read_inputs(inputs) if inputs else golden_bodies(archive)
         file = archive.manifest.config_file
         text = archive.read(file).decode() if file else ""
-        others = list(_alternatives(archive)) if tries_artifacts else []
+        others = list(find_artifacts(archive)) if tries_artifacts else []
     if tries_artifacts and not others:
         raise StartError(
             f"--artifacts: {planned.file} holds no other artifact of the same checkpoint with "
@@ -171,9 +171,7 @@ def _measure(
             rounds=rounds,
             measure=trial.measure,
             artifacts=others,
-            on_turn=lambda setting, turn, done, expected: show(
-                f"{setting}, turn {turn}", done, expected
-            ),
+            on_turn=show,
         )
         best, costs = outcome.best, None
         if best is not None:
@@ -210,7 +208,8 @@ def _read_inputs(files: Sequence[Path]) -> list[tuple[bytes, str]]:
         raise StartError(f"--input {error.filename}: {error.strerror}") from error
 
 
-def _alternatives(archive: Archive) -> Iterator[str]:
+def find_artifacts(archive: Archive) -> Iterator[str]:
+    """Yield an archive's other artifacts, any of which could predict."""
     if archive.manifest.modelyard is None:
         return iter(())
     return find_alternatives(json.loads(archive.read(MANIFEST_NAME)), archive.names, archive.read)

@@ -146,7 +146,7 @@ def test_the_fewest_cells_keep_the_limit() -> None:
     assert planned.cell.worst_s(0.99) <= 0.1
     assert sum(each.rate for each in planned.cell.models) * planned.cells == pytest.approx(3000)
     assert best_cell(models, 3000 / (planned.cells - 1), 0.99, 4).worst_s(0.99) > 0.1
-    assert planned.cores == 4 * planned.cells
+    assert planned.cell.cores == 4
 
 
 def test_memory_is_of_the_server_and_its_workers() -> None:

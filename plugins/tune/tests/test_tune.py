@@ -1,9 +1,13 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +21,6 @@ from modelyard.plugins.tune.costs import parse_costs
 from modelyard.plugins.tune.load import Load, make_request, run_load
 from modelyard.plugins.tune.tune import (
     QUANTILES,
-    Measure,
     Outcome,
     Setting,
     Slo,
@@ -68,9 +71,10 @@ def turn(rate: float, p99_ms: float, failure: str = "") -> Turn:
     return Turn(rate, dict.fromkeys(QUANTILES, p99_ms / 1e3), failure=failure)
 
 
-def find(measure: Measure, slo: str | None = None, **options: Any) -> Outcome:
+def find(measure: Callable[[Setting], Turn], slo: str | None = None, **options: Any) -> Outcome:
     given = {"cores": 2, "gpus": 0, "largest_batch": 8, "rounds": 3, **options}
-    return search(PLAN, slo=parse_slo(slo) if slo else None, measure=measure, **given)
+    limit = parse_slo(slo) if slo else None
+    return search(PLAN, slo=limit, measure=lambda each: list(map(measure, each)), **given)
 
 
 def best(outcome: Outcome) -> Setting:
@@ -115,6 +119,31 @@ def test_an_artifact_is_chosen_where_it_is_faster_with_the_setting_that_leads() 
     assert best(find(model, artifacts=["int8.onnx"])) == without
 
 
+def test_an_artifact_has_workers_threads_and_batches_of_its_own() -> None:
+    def measure(setting: Setting) -> Turn:
+        if setting.artifact and setting.threads == 2:
+            return turn(400 if setting.batch_size == 2 else 300, 1)
+        return turn(50, 1) if setting.artifact else model(setting)
+
+    assert best(find(measure, artifacts=["int8.onnx"])) == Setting(1, 2, 2, "int8.onnx")
+
+
+def test_those_that_could_win_have_their_turns_beside_each_other() -> None:
+    """A machine whose speed changes between turns changes it for all of a turn alike."""
+    seen: list[int] = []
+
+    def measure(settings: Sequence[Setting]) -> list[Turn]:
+        seen.append(len(settings))
+        speed = 3.0 ** len(seen)
+        return [turn(speed * model(setting).rate, 1) for setting in settings]
+
+    found = search(
+        PLAN, cores=2, gpus=0, largest_batch=8, slo=None, rounds=3, measure=measure, artifacts=["a"]
+    )
+    assert best(found) == Setting(2, 1, 4)
+    assert seen == [6, 8, 4, 4, 4]
+
+
 def test_a_setting_that_fails_once_is_not_chosen() -> None:
     def measure(setting: Setting) -> Turn:
         return turn(0, 1, "no memory") if setting == Setting(2, 1, 4) else model(setting)
@@ -157,7 +186,7 @@ def test_the_plan_is_in_the_finals_and_progress_counts_to_its_end() -> None:
     steps: list[tuple[int, int]] = []
     outcome = find(
         lambda setting: turn(100 if setting != PLAN else 10, 1),
-        on_turn=lambda setting, turn, done, expected: steps.append((done, expected)),
+        on_turn=lambda text, done, expected: steps.append((done, expected)),
     )
     assert PLAN in [result.setting for result in outcome.finals]
     assert {len(result.turns) for result in outcome.finals} == {3}
@@ -231,6 +260,31 @@ def test_the_load_sees_what_the_server_answered(tmp_path: Path) -> None:
         assert wrong.first_failure.startswith("404: ") and "nope" in wrong.first_failure
     with pytest.raises(OSError, match="refused"):
         load("/predictions/echo", b"")
+
+
+def test_a_rate_is_from_answer_to_answer() -> None:
+    """Batches of four every 0.2 s: any part of the time between two of them must not count."""
+    answers: list[float] = []
+    body = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"
+
+    def answer(server: socket.socket) -> None:
+        with server, suppress(OSError), ExitStack() as stack:
+            peers = [stack.enter_context(server.accept()[0]) for _ in range(4)]
+            while all(peer.recv(1000) for peer in peers):
+                time.sleep(0.2)
+                answers.append(time.monotonic())
+                for peer in peers:
+                    peer.sendall(body)
+
+    server = socket.create_server(("127.0.0.1", 0))
+    url = f"http://127.0.0.1:{server.getsockname()[1]}"
+    peer = threading.Thread(target=answer, args=[server], daemon=True)
+    peer.start()
+    load = run_load(url, [make_request(url, "/", b"", None)], 4, seconds=0.9, warm_s=0)
+    batches = len(load.latencies_s) // 4
+    took_s = answers[batches] - answers[0]  # the first was the warm-up
+    assert batches >= 3
+    assert load.rate == pytest.approx(4 * batches / took_s, rel=0.05)
 
 
 def test_a_connection_that_the_server_closes_is_told() -> None:
@@ -327,7 +381,7 @@ def test_the_best_setting_is_written_for_the_archive(store: Path, tmp_path: Path
     text, _, costs = (tmp_path / "model-config.yaml").read_text().partition("tunedCosts: ")
     assert text == (
         "# kept\nbatchSize: 1\nhandler: {of: its own}\n"
-        "minWorkers: 1\nmaxWorkers: 1\nworkerThreads: 1\n"
+        "minWorkers: 1\nworkerThreads: 1\nmaxWorkers: 1\n"
         f"tunedRate: {float(format(report['best']['rate'], '.3g'))}\n"
     )
     found = parse_costs(yaml.safe_load(costs), "here")
