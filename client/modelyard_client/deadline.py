@@ -29,10 +29,11 @@ def within(seconds: float) -> Iterator[None]:
 
 def bound(client: httpx.Client) -> httpx.Client:
     """Have the connections of a client keep to `within`, and return it."""
-    # httpx has no way to say which network its own transports and its proxies' use.
+    # httpx has no way to say which network its own transports and its proxies' use. One that keeps
+    # it elsewhere would give each piece the whole time, as it does by itself.
     for transport in (client._transport, *client._mounts.values()):
-        if isinstance(transport, httpx.HTTPTransport):
-            pool = transport._pool
+        pool: Any = getattr(transport, "_pool", None)
+        if hasattr(pool, "_network_backend"):
             pool._network_backend = _Network(pool._network_backend)
     return client
 

@@ -34,7 +34,7 @@ def server(shared_server: LiveServer, folder: Path) -> LiveServer:
     for name, handler, config in (
         ("story", "generate", settings),
         (
-            "gated",
+            "gated_story",
             str(SOURCES / "gated_generate" / "handler.py"),
             f"{settings}handler: {{folder: {folder}}}\n",
         ),
@@ -50,7 +50,7 @@ def server(shared_server: LiveServer, folder: Path) -> LiveServer:
             extra_files=[folder / "tokenizer.json"],
             config_file=file,
         )
-    shared_server.register_all("story", "gated")
+    shared_server.register_all("story", "gated_story")
     return shared_server
 
 
@@ -169,18 +169,18 @@ def test_a_text_that_has_no_place_is_400(server: LiveServer) -> None:
 def test_a_text_that_begins_later_is_written_beside_the_first(
     server: LiveServer, rows: Path
 ) -> None:
-    before = server.handed_over("gated")
+    before = server.handed_over("gated_story")
     expected = ask(server, BODY).json()
     with (
         ThreadPoolExecutor(1) as threads,
         server.client.stream(
-            "POST", "/predictions/gated", json={**BODY, "max_new_tokens": 300, "stream": True}
+            "POST", "/predictions/gated_story", json={**BODY, "max_new_tokens": 300, "stream": True}
         ) as first,
     ):
         chunks = first.iter_text()
         next(chunks)
-        second = threads.submit(server.client.post, "/predictions/gated", json=BODY)
-        poll(lambda: server.handed_over("gated") == before + 2, "the worker has the second")
+        second = threads.submit(server.client.post, "/predictions/gated_story", json=BODY)
+        poll(lambda: server.handed_over("gated_story") == before + 2, "the worker has the second")
         (rows.parent / "gate").touch()
         assert second.result().json() == expected
         rest = "".join(chunks)
@@ -193,7 +193,7 @@ def test_a_text_is_not_written_on_for_a_client_that_has_left(
     server: LiveServer, rows: Path
 ) -> None:
     body = {**BODY, "max_new_tokens": 500, "stream": True}
-    with server.client.stream("POST", "/predictions/gated", json=body) as found:
+    with server.client.stream("POST", "/predictions/gated_story", json=body) as found:
         next(found.iter_text())
     (rows.parent / "gate").touch()
     check_it_ends(server, rows)
@@ -201,7 +201,7 @@ def test_a_text_is_not_written_on_for_a_client_that_has_left(
 
 def test_a_text_is_not_written_on_after_its_deadline(server: LiveServer, rows: Path) -> None:
     found = server.client.post(
-        "/predictions/gated",
+        "/predictions/gated_story",
         json={**BODY, "max_new_tokens": 500},
         headers={"x-request-timeout": "1s"},
     )
@@ -214,7 +214,7 @@ def check_it_ends(server: LiveServer, rows: Path) -> None:
     """Check that the worker is soon alone with other requests, before the text's end."""
 
     def is_gone() -> bool:
-        found = server.client.post("/predictions/gated", json={**BODY, "max_new_tokens": 2})
+        found = server.client.post("/predictions/gated_story", json={**BODY, "max_new_tokens": 2})
         assert found.status_code == 200, found.text
         return rows.read_text().endswith("\n1\n")
 
