@@ -254,7 +254,7 @@ def _prepare_mlserver(place: Place) -> None:
 def _prepare_drop_in(place: Place) -> None:
     """Write what a user of TorchServe has: an archive and addresses, all else as it is."""
     _archive(place)
-    _configure(place, [])
+    _configure(place, _grpc_ports(place))
 
 
 def _prepare_torchserve(place: Place) -> None:
@@ -268,10 +268,14 @@ def _prepare_torchserve(place: Place) -> None:
             "metrics_mode=prometheus",  # else each request writes lines to two files
             "disable_system_metrics=true",
             "async_logging=true",
-            f"grpc_inference_port={place.port + 3}",
-            f"grpc_management_port={place.port + 4}",
+            *_grpc_ports(place),
         ],
     )
+
+
+def _grpc_ports(place: Place) -> list[str]:
+    """Return lines of config.properties, for several run at a time."""
+    return [f"grpc_inference_port={place.port + 3}", f"grpc_management_port={place.port + 4}"]
 
 
 def _archive(place: Place) -> None:
