@@ -297,7 +297,7 @@ SLOW_AFTER = {
 
 
 @contextlib.contextmanager
-def dripping(at_once: int) -> Iterator[str]:
+def dripping(at_once: int, pause_s: float = 0.0) -> Iterator[str]:
     """Yield the URL of a server that sends so many bytes at once, and others one by one."""
 
     def serve() -> None:
@@ -313,6 +313,8 @@ def dripping(at_once: int) -> Iterator[str]:
             for byte in SLOW[at_once:]:
                 time.sleep(0.1)
                 accepted.sendall(bytes([byte]))
+                if pause_s:
+                    time.sleep(pause_s)
 
     with socket.create_server(("127.0.0.1", 0)) as listening:
         threading.Thread(target=serve, daemon=True).start()
@@ -337,6 +339,14 @@ def test_an_answer_that_comes_byte_by_byte_ends_with_the_calls_time(
             began = time.monotonic()
             run(url)
         assert time.monotonic() - began < 1.5  # nearly three seconds, were it read to its end
+
+
+def test_who_goes_silent_meanwhile_has_only_what_is_left_of_the_time() -> None:
+    with dripping(len(SLOW) - 40, pause_s=1.2) as url, Client(url, timeout_s=1.5) as client:
+        began = time.monotonic()
+        with pytest.raises(NoAnswer, match="in time"):
+            client.predict("m", b"x")
+    assert time.monotonic() - began < 2.4  # 1.3 and 1.5 s, had the second byte all of it again
 
 
 def test_options_are_of_the_calls_that_they_are_given_for() -> None:
