@@ -76,7 +76,7 @@ class Subject:
     is_slower: bool = False
     """Another setting of the same library was faster in a scan."""
     turns: dict[int, list[tuple[float, float]]] = field(default_factory=dict)
-    """By batch size: milliseconds of one call, and of processor time, in every round."""
+    """Batch size → milliseconds of a call, and of its processor time, one pair a round."""
     failure: str = ""
 
 

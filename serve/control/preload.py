@@ -73,11 +73,11 @@ def choose_preload(
 
 
 def start_fork_server(policy: Policy) -> None:
-    """Give a server what forks its workers, where its settings want that.
+    """Give the policy a fork server, unless the settings turn it off.
 
-    If those of its start need torch, it is started and imports it, which takes as long as all else
-    that a start does, and goes on beside it. Nothing of their archives is checked by now. To look
-    into a tar, all of it would be read.
+    If a model of the start needs torch, the fork server is started here and imports torch, which
+    takes as long as the rest of the start, beside it. The archives are not verified yet. A tar is
+    left out: it would have to be read to its end.
     """
     settings, wanted = policy.settings, list[str]()
     if not settings.fork_workers:

@@ -321,7 +321,7 @@ class Decoder:
         return self.filled(count) if self.is_direct else self.feed(self._buffer[:count])
 
     def forget(self) -> None:
-        """Give memory back: nothing comes any more."""
+        """Free the buffers, after the last bytes."""
         self._begun, self._buffer = None, memoryview(b"")
 
     def filled(self, count: int) -> list[list[Item]]:

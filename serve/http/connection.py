@@ -566,13 +566,15 @@ class Connection(asyncio.Protocol):
         if self._was_unread:
             self._was_unread = False
             waited_s = self.turns.late_s(unread_s(self._socket))
-        if not self.turns.has_time() and not (self._is_first and self._is_wanted(data)):
-            # Who will wait for its turn for a third of what would be too long is refused now.
-            self.waited_s = waited_s + 3 * self.turns.behind_s
-            if not self._is_first or not self._take_known(data, only_refuses=True):
-                self._leave((monotonic() - waited_s, data))
-            self.waited_s = 0.0
-            return
+        if not self.turns.has_time():
+            head = find_known(self.heads, data)[0] if self._is_first else None
+            if head is None or not head.is_wanted:
+                # Who will wait for its turn for a third of what would be too long is refused now.
+                self.waited_s = waited_s + 3 * self.turns.behind_s
+                if head is None or not self._refuse_again(head):
+                    self._leave((monotonic() - waited_s, data))
+                self.waited_s = 0.0
+                return
         self.waited_s = waited_s
         self._receive(data)
         self.waited_s = 0.0
@@ -641,15 +643,13 @@ class Connection(asyncio.Protocol):
         """Whether what comes now is the beginning of a request, and none is before it."""
         return self.phase == IDLE and self.answering is None and self._put_off is None
 
-    def _take_known(self, data: bytes, only_refuses: bool = False) -> bool:
+    def _take_known(self, data: bytes) -> bool:
         """Take a whole request whose head was parsed before; return whether that is what came."""
         head, body = find_known(self.heads, data)
         if head is None or self.parser is None:
             return False
         if head.memo.refusal is not None and self._refuse_again(head):
             return True
-        if only_refuses:
-            return False
         cycle = self.answering = RequestResponseCycle(self, head)
         cycle.is_received = True
         if body:
@@ -658,12 +658,6 @@ class Connection(asyncio.Protocol):
         if self.access is not None:
             cycle.began = monotonic()
         return True
-
-    def _is_wanted(self, data: bytes) -> bool:
-        """Return whether workers would be idle without requests of a kind that was refused."""
-        head, _ = find_known(self.heads, data)
-        refusal = head.memo.refusal if head is not None else None
-        return refusal is not None and refusal.again.is_short()
 
     def _keep_head(self, data: bytes) -> None:
         """Keep the head of what was parsed, if it is one request, whole, and nothing unusual."""

@@ -117,6 +117,12 @@ class Head:
         is_so = waited_s >= again.waited_s and now <= again.until and again.is_so()
         return refusal if is_so else None
 
+    @property
+    def is_wanted(self) -> bool:
+        """Whether workers would soon be idle without requests like this, which were refused."""
+        refusal = self.memo.refusal
+        return refusal is not None and refusal.again.is_short()
+
     def vary(self, places: Sequence[int], values: Sequence[bytes], length: int) -> Head:
         """Return a head that is alike but for the values of some headers, and the length."""
         headers, spelled = self.headers.copy(), self.spelled.copy()

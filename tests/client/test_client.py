@@ -382,7 +382,7 @@ def test_errors_pass_from_process_to_process(server: LiveServer) -> None:
     assert isinstance(failed, RequestFailed)
     assert (failed.status, failed.type) == (404, "ModelNotFoundException")
     for error in (failed, NoAnswer("nobody"), BadAnswer("bad")):
-        twin = pickle.loads(pickle.dumps(copy.copy(error)))
+        twin = pickle.loads(pickle.dumps(copy.copy(error)))  # its own bytes, as pools send them
         assert (type(twin), str(twin), vars(twin)) == (type(error), str(error), vars(error))
 
 

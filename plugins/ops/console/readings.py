@@ -196,7 +196,7 @@ class Watch:
                 steps = chain(self._read(time.monotonic(), time.time()), self.on_reading(self))
                 while len(list(islice(steps, TOGETHER))) == TOGETHER:
                     await asyncio.sleep(PAUSE_S)
-            except Exception:
+            except Exception:  # the next reading is a second away
                 logger.exception("console: a reading failed")
 
     def _remember(self, key: Key, now: float) -> History | None:
