@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from modelyard.archiver.untrusted.json import parse_json
+from modelyard.base.disk import flush
 from modelyard.serve.errors import StartError
 
 MAX_FILE_BYTES = 64 << 20
@@ -147,11 +148,7 @@ def write_file(file: Path, content: bytes, mode: int = 0o600) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
-    folder = os.open(file.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    flush(file.parent)
 
 
 APIS = ("management", "inference")
