@@ -42,7 +42,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.chaos_load import Account, Load
+from benchmarks.chaos_load import WRONG, Account, Load
 from modelyard.plugins.cluster.ray.environment import ray_environment
 from modelyard.serve.settings import Settings
 
@@ -356,7 +356,7 @@ def inside(folder: Path, faults: list[str], clients: int, rate: float) -> None:
 
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
     both: list[tuple[Cells, dict[str, Callable[..., str]]]]
-    both = [(Cells(folder), FAULTS), (Nodes(folder), FAULTS_OF_NODES)]  # type: ignore[list-item]
+    both = [(Cells(folder), FAULTS), (Nodes(folder), FAULTS_OF_NODES)]
     for cells, known in both:
         if not (chosen := [fault for fault in faults if fault in known]):
             continue
@@ -433,11 +433,13 @@ def run(folder: Path, faults: list[str], clients: int, rate: float) -> list[Outc
 
 
 def missed(outcome: Outcome) -> int:
-    """Return how many requests were never answered, or repeated by clients where HAProxy could."""
+    """Return how many requests went wrong: never answered, answered by what belongs to another,
+    repeated by clients where HAProxy could, or late when a node went.
+    """
     is_proxy = outcome.fault == "proxy"
     is_node = outcome.fault in NODE_FAULTS and outcome.fault != "hung-worker"
     return sum(each.slowest_s > SOON_S for each in outcome.accounts.values() if is_node) + sum(
-        each.lost + (each.repeated if size <= HELD and not is_proxy else 0)
+        each.lost + each.met[WRONG] + (each.repeated if size <= HELD and not is_proxy else 0)
         for size, each in outcome.accounts.items()
     )
 

@@ -20,6 +20,7 @@ PATIENCE_S = 150.0
 """For which a client sends a request again."""
 PAUSE_S = 0.05
 MAX_HEAD_BYTES = 1 << 16
+WRONG = "an answer to another body"
 
 
 @dataclass
@@ -164,7 +165,7 @@ class Connection:
             raise WrongAnswer(f"{first.decode()} {answer[:60].decode('latin-1')}".strip())
         said = json.loads(answer)
         if (said["bytes"], said["crc"]) != (len(body), zlib.crc32(body)):
-            raise WrongAnswer("an answer to another body")
+            raise WrongAnswer(WRONG)
         return str(said["version"])
 
     def close(self) -> None:

@@ -167,9 +167,10 @@ class Nodes(Cells):
 
     def hang_worker(self) -> str:
         """Stop a worker of node a."""
-        worker = self.of("a", b"modelyard.serve.worker")[-1]
+        worker = self.of("a", b"modelyard.serve.worker")[0]
         os.kill(worker, signal.SIGSTOP)
         poll(lambda: worker not in self.of("a", b"modelyard.serve.worker"), "it is replaced")
+        self.whole()
         return ""
 
 

@@ -3,10 +3,10 @@
     python -m benchmarks.hop [--rounds 3] [--seconds 3]
 
 One cell of one worker, whose handler answers at once, is asked at its own address (`server`),
-through Ray's HAProxy with `haproxy.sh` (`direct`), through the replica's Python, as cells of other machines
-are (`hop`), and as both were before record 0121 (`large-direct`, `large-hop`: buffers of 1.1 MB).
-Bodies of 200 B and 100 KB; then 4,000 connections, each with a request. Needs Ray and wrk; in
-namespaces of its own.
+through Ray's HAProxy with `haproxy.sh` (`direct`), through the replica's Python, as cells of other
+machines are (`hop`), and as both were before record 0121 (`large-direct`, `large-hop`: buffers of
+1.1 MB). Bodies of 200 B and 100 KB; then 4,000 connections, each with a request. Needs Ray and wrk;
+in namespaces of its own.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from importlib.metadata import version
@@ -148,7 +149,7 @@ def test_the_file_for_a_cluster_and_a_ray_that_is_started_here_have_the_same_var
 
 
 def test_haproxy_is_told_what_rays_file_cannot_say(tmp_path: Path) -> None:
-    """Once, however often Ray starts it with one file; cells of the machine by their own address."""
+    """Once, however often Ray starts it; cells of the machine are asked at their own address."""
     config, cell = tmp_path / "haproxy.cfg", tmp_path / "cell-ab12"
     cell.mkdir()
     (cell / "address").write_text("127.0.0.1:4711 localhost\n")
@@ -156,10 +157,11 @@ def test_haproxy_is_told_what_rays_file_cannot_say(tmp_path: Path) -> None:
         "defaults\n    mode http\nfrontend http_frontend\n    bind *:8000\n"
         "    acl is_http-ours path /\n    # Static routing\n    use_backend http-ours\n"
         "backend http-ours\n    server R_ours-ab12 127.0.0.1:30000 check observe layer4\n"
-        "    server R_ours-cd34 127.0.0.1:30001 check\n    server R_ours-ef56 10.0.0.2:30000 check\n"
+        "    server R_ours-cd34 127.0.0.1:30001 check\n"
+        "    server R_ours-ef56 10.0.0.2:30000 check\n"
         "backend http-other\n    server R_other-ab12 127.0.0.1:30000 check\n"
     )
-    command = [HAPROXY, "-f", config]
+    command = [str(HAPROXY), "-f", str(config)]
     haproxy = {"CELLS_HAPROXY": "true", "MODELYARD_STATE_DIR": str(tmp_path)}
     for _ in range(2):
         subprocess.run(command, env={**os.environ, **haproxy}, check=True)
@@ -168,12 +170,12 @@ def test_haproxy_is_told_what_rays_file_cannot_say(tmp_path: Path) -> None:
     assert text.count("http-buffer-request") == text.count("use_backend large if") == 1
     assert f"bind unix@{tmp_path}/haproxy.large.sock" in large and "use_backend large" not in large
     assert "bind *:8000" in text and text.count("maxconn 128") == 1
-    servers = [line.split()[1:] for line in text.splitlines() if line.startswith("    server R_")]
-    assert [words[1:] for words in servers] == [
-        "127.0.0.1:4711 check port 30000 tcp-ut 3s observe layer4".split(),
-        "127.0.0.1:30001 check tcp-ut 3s".split(),
-        "10.0.0.2:30000 check tcp-ut 3s".split(),
-        "127.0.0.1:30000 check tcp-ut 3s".split(),
+    servers = re.findall(r"(?m)^    server R_\S+ (.*)$", text)
+    assert servers == [
+        "127.0.0.1:4711 check port 30000 tcp-ut 3s observe layer4",
+        "127.0.0.1:30001 check tcp-ut 3s",
+        "10.0.0.2:30000 check tcp-ut 3s",
+        "127.0.0.1:30000 check tcp-ut 3s",
     ]
     assert text.count("    http-request set-header host localhost\n") == 1
 
