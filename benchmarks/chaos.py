@@ -63,7 +63,7 @@ CLIENTS = 6
 START_S, BEFORE_S, AFTER_S, RECOVER_S = 240.0, 2.0, 2.0, 180.0
 FAILED_S = 20.0
 """For which a roll-out that has failed is left as it is."""
-CELL, SERVER, PROXY = b"ray::ServeReplica", b"modelyard.plugins.cluster.ray.child", b"haproxy"
+CELL, SERVER, PROXY = b"ray::ServeReplica", b"modelyard.plugins.cluster.ray.child", b"/haproxy.cfg"
 """What the command line of a process says."""
 RAY, SERVE = (str(Path(sys.executable).with_name(name)) for name in ("ray", "serve"))
 APPLICATION = "modelyard"
@@ -249,6 +249,13 @@ class Cells:
         poll(lambda: pid not in processes(PROXY) and is_ready(), "there is another proxy")
         return ""
 
+    def kill_large_proxy(self) -> str:
+        """Kill the HAProxy that large bodies pass."""
+        words = b"/haproxy.large.cfg"
+        os.kill(pid := processes(words)[-1], signal.SIGKILL)
+        poll(lambda: any(each > pid for each in processes(words)), "there is another one")
+        return ""
+
     def hang_server(self) -> str:
         """Stop the server inside of a replica, which is there and does not run."""
         self.replaced(lambda: os.kill(processes(SERVER)[0], signal.SIGSTOP))
@@ -310,6 +317,7 @@ FAULTS: dict[str, Callable[[Cells], str]] = {
     "cell": Cells.kill_cell,
     "server": Cells.kill_server,
     "proxy": Cells.kill_proxy,
+    "large-proxy": Cells.kill_large_proxy,
     "hung-server": Cells.hang_server,
     "up": Cells.scale_up,
     "down": Cells.scale_down,
@@ -433,10 +441,12 @@ def run(folder: Path, faults: list[str], clients: int, rate: float) -> list[Outc
 
 
 def missed(outcome: Outcome) -> int:
-    """Return how many requests went wrong: never answered, answered by what belongs to another,
-    repeated by clients where HAProxy could, or late when a node went.
+    """Return how many requests went wrong.
+
+    Never answered, answered by what belongs to another, repeated by clients where HAProxy could,
+    or late because a node went.
     """
-    is_proxy = outcome.fault == "proxy"
+    is_proxy = outcome.fault.endswith("proxy")
     is_node = outcome.fault in NODE_FAULTS and outcome.fault != "hung-worker"
     return sum(each.slowest_s > SOON_S for each in outcome.accounts.values() if is_node) + sum(
         each.lost + each.met[WRONG] + (each.repeated if size <= HELD and not is_proxy else 0)

@@ -41,7 +41,9 @@ if [ -n "${config:-}" ] && ! grep -q http-buffer-request "$config"; then
         "$large.both" >"$config"
     # At most so many at once: 2.2 MB of buffers each. The others wait.
     printf 'backend large\n    timeout queue 60s\n    server large unix@%s.sock maxconn 128\n' "$large" >>"$config"
-    # It is told to end, when it has answered, once the HAProxy ends that this shell becomes.
-    setpriv --pdeathsig USR1 "$haproxy" -db -f "$large.cfg" &
+    # It is started again when it dies. When the HAProxy ends that this shell becomes, the loop does,
+    # and what it started ends when it has answered.
+    setpriv --pdeathsig USR1 sh -c 'while ! setpriv --pdeathsig USR1 "$@"; do sleep 1; done' \
+        large "$haproxy" -db -f "$large.cfg" &
 fi
 exec "$haproxy" "$@"
