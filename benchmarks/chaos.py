@@ -449,7 +449,7 @@ def missed(outcome: Outcome) -> int:
     is_proxy = outcome.fault.endswith("proxy")
     is_node = outcome.fault in NODE_FAULTS and outcome.fault != "hung-worker"
     return sum(each.slowest_s > SOON_S for each in outcome.accounts.values() if is_node) + sum(
-        each.lost + each.met[WRONG] + (each.repeated if size <= HELD and not is_proxy else 0)
+        each.lost + each.met.get(WRONG, 0) + (each.repeated if size <= HELD and not is_proxy else 0)
         for size, each in outcome.accounts.items()
     )
 
