@@ -27,7 +27,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.chaos import ALONE, CELL, PORT, SERVER, Cells, poll, processes, surroundings
+from benchmarks.chaos import ALONE, CELL, PORT, PROXY, SERVER, Cells, poll, processes, surroundings
 from benchmarks.procfs import cpu_s
 from benchmarks.wrk import run_wrk
 
@@ -102,8 +102,8 @@ def inside(folder: Path, rounds: int, seconds: float) -> None:
         table.add_column(column, justify="right")
     with cells.running():
         cells.whole()
-        files = Path("/tmp/haproxy-serve").glob("*/haproxy.cfg")
-        ours = max(files, key=lambda file: file.stat().st_mtime)
+        words = Path(f"/proc/{processes(PROXY)[-1]}/cmdline").read_text().split("\0")
+        ours = Path(next(word for word in words if word.endswith("/haproxy.cfg")))
         poll(lambda: "check port" in ours.read_text(), "HAProxy has the cell's own address")
         text = ours.read_text()
         ways = {"server": (re.findall(r"(127\S+) check port", text)[0], b"none"),
