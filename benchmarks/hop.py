@@ -102,8 +102,8 @@ def inside(folder: Path, rounds: int, seconds: float) -> None:
         table.add_column(column, justify="right")
     with cells.running():
         cells.whole()
-        words = Path(f"/proc/{processes(PROXY)[-1]}/cmdline").read_text().split("\0")
-        ours = Path(next(word for word in words if word.endswith("/haproxy.cfg")))
+        command = Path(f"/proc/{processes(PROXY)[-1]}/cmdline").read_text().split("\0")
+        ours = Path(next(word for word in command if word.endswith("/haproxy.cfg")))
         poll(lambda: "check port" in ours.read_text(), "HAProxy has the cell's own address")
         text = ours.read_text()
         ways = {"server": (re.findall(r"(127\S+) check port", text)[0], b"none"),

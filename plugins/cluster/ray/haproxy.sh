@@ -43,7 +43,7 @@ if [ -n "${config:-}" ] && ! grep -q http-buffer-request "$config"; then
     printf 'backend large\n    timeout queue 60s\n    server large unix@%s.sock maxconn 128\n' "$large" >>"$config"
     # It is started again when it dies. When the HAProxy ends that this shell becomes, the loop does,
     # and what it started ends when it has answered.
-    setpriv --pdeathsig USR1 sh -c 'while ! setpriv --pdeathsig USR1 "$@"; do sleep 1; done' \
+    setpriv --pdeathsig USR1 sh -c 'while ! setpriv --pdeathsig USR1 "$@"; do sleep 0.1; done' \
         large "$haproxy" -db -f "$large.cfg" &
 fi
 exec "$haproxy" "$@"
