@@ -150,6 +150,7 @@ def describe_model(model: ModelVersion, is_default: bool) -> dict[str, Any]:
         "clientTimeoutInMills": int(model.config.request_timeout_s * 1000),
         "isDefault": is_default,
         "digest": model.digest,
+        "state": model.state[0],
         "workers": [_describe_slot(model, slot) for slot in model.pool.slots],
         "explainWorkers": [
             _describe_slot(model, slot)
