@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 from modelyard.archiver import Archive, ArchiveError, open_archive
 from modelyard.serve.control import sizing
@@ -54,10 +55,11 @@ class Lifecycle:
         """Loads models at their first request, where the settings want that."""
         if policy.settings.max_loaded_models:
             self._demand = Demand(registry, metrics, policy.settings)
-        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._unlisted: set[Pool] = set()
         """Pools of versions that come or go: not in the registry, and to be stopped like it."""
         self._loading: Counter[str] = Counter()
+        self._collecting: asyncio.TimerHandle | None = None
         self._ending: set[asyncio.Task[None]] = set()
         """Ends of versions whose place another has taken."""
 
@@ -138,7 +140,7 @@ class Lifecycle:
         share = allocator.allocate if allocator else partial(self._beside, name)
         size = await self.policy.size(spec, config, name, share)
         config = replace(config, threads=size.threads)
-        async with self._counted(name, size.total_threads), self._locks[name]:
+        async with self._counted(name, size.total_threads), self._lock(name):
             self.registry.refuse_duplicate(name, archive.manifest.model_version)
             async with self._builder.build(archive, name, spec, config, is_fetched) as model:
                 if self._demand is not None:
@@ -187,7 +189,7 @@ class Lifecycle:
         with archive:
             name, config, _ = await asyncio.to_thread(admit, archive, spec, self.policy)
             config = replace(config, threads=model.config.threads)
-            async with self._locks[name]:
+            async with self._lock(name):
                 self.registry.refuse_gone(model)
                 self.registry.refuse_held(model)
                 building = self._builder.build(archive, name, spec, config, metrics=model.metrics)
@@ -266,6 +268,7 @@ class Lifecycle:
             yield
         finally:
             self._loading[name] -= threads
+            self._loading += Counter()  # without those that are 0
 
     async def scale(
         self, model: ModelVersion, least: int, most: int | None = None, synchronous: bool = True
@@ -280,7 +283,7 @@ class Lifecycle:
             LoadFailed: a new worker could not load; nothing was changed.
             Conflict: none are to answer, and the version is held.
         """
-        async with self._locks[model.name]:
+        async with self._lock(model.name):
             self.registry.refuse_gone(model)
             if least == 0:
                 self.registry.refuse_held(model)
@@ -304,7 +307,7 @@ class Lifecycle:
         Raises:
             LoadFailed: a new worker could not load; nothing was changed.
         """
-        async with self._locks[model.name]:
+        async with self._lock(model.name):
             self.registry.refuse_gone(model)
             pool = model.pool
             await pool.renew(
@@ -320,7 +323,7 @@ class Lifecycle:
         Raises:
             CleanupTimedOut: its workers have not ended in time; it is not served any more.
         """
-        async with self._locks[model.name]:
+        async with self._lock(model.name):
             with self.registry.change():
                 self.registry.remove(model)
                 if saves:
@@ -354,7 +357,7 @@ class Lifecycle:
         self.policy.remember("shutdown", self.registry)
         await asyncio.gather(
             *(pool.stop(drain_timeout_s) for pool in self._unlisted),
-            *(self._end(model, drain_timeout_s) for model in self.registry),
+            *(self._end(model, drain_timeout_s, forgets_metrics=False) for model in self.registry),
         )
         if self.policy.fork_server is not None:
             await self.policy.fork_server.stop()
@@ -375,7 +378,17 @@ class Lifecycle:
         await asyncio.to_thread(self._builder.sandbox.forget, model.folder)
         # Once this has returned, which refers to it: its pools, batchers and workers are cycles,
         # and the server seldom looks for those (`GARBAGE`).
-        asyncio.get_running_loop().call_later(GARBAGE_S, gc.collect)
+        if self._collecting is None:
+            loop = asyncio.get_running_loop()
+            self._collecting = loop.call_later(GARBAGE_S, self._collect)
+
+    def _collect(self) -> None:
+        self._collecting = None
+        gc.collect()
+
+    def _lock(self, name: str) -> asyncio.Lock:
+        """Return the lock of a model, which whoever holds it or waits for it keeps."""
+        return self._locks.setdefault(name, asyncio.Lock())
 
     def save(self) -> None:
         """Remember what is registered.
