@@ -8,6 +8,7 @@ import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from modelyard.serve.control.registry import ModelVersion, Registry
@@ -28,8 +29,8 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 class Demand:
     """Decides which of a server's models have workers: those that were used last, and the pinned.
 
-    One that has requests, waiting ones included, never goes. Loads come one after the other, of two
-    cores and more as many at once as leave the other half to what is served.
+    One that has requests never goes, nor while one waits. Loads come one after the other, on four
+    cores and more some at once, which leave half of the cores to what is served.
     """
 
     def __init__(self, registry: Registry, metrics: Metrics, settings: Settings) -> None:
@@ -39,6 +40,8 @@ class Demand:
         self._loads: dict[Pool, asyncio.Task[None]] = {}
         self._coming: set[Pool] = set()
         """Pools that have a place, and no worker that is ready yet."""
+        self._ending: asyncio.Future[Any] | None = None
+        """End of the model that went last, which the next one to go waits for."""
         self._pauses: WeakKeyDictionary[Pool, float] = WeakKeyDictionary()
         """Pool → how long the next pause is, of those that could not be loaded."""
         loaded = metrics.add(GAUGE, "loaded_models", (), "Models that have workers.")
@@ -77,10 +80,12 @@ class Demand:
                 raise Unavailable(f"all {self._most} models that may be loaded at once "
                                   "(max_loaded_models) are pinned or held")  # fmt: skip
             idle = [each for each in others if each not in stays and self._may_go(each)]
-            if idle:
-                await self._unload(min(idle, key=lambda each: each.pool.used_at))
-            else:
+            if not idle:
                 await asyncio.sleep(LOOK_S)
+            elif self._ending is not None and not self._ending.done():
+                await asyncio.wait([self._ending])
+            else:
+                self._unload(min(idle, key=lambda each: each.pool.used_at))
         self._coming.add(pool)
         try:
             yield
@@ -88,15 +93,16 @@ class Demand:
             self._coming.discard(pool)
 
     def _loaded(self) -> list[ModelVersion]:
-        return [each for each in self._registry if any(pool.slots for pool in each.pools)]
+        return [each for each in self._registry if any(pool.open_slots for pool in each.pools)]
 
     def _may_go(self, model: ModelVersion) -> bool:
         return model.pool not in self._coming and all(pool.is_idle for pool in model.pools)
 
-    async def _unload(self, model: ModelVersion) -> None:
+    def _unload(self, model: ModelVersion) -> None:
+        """End a model's workers, while the one in whose place it was starts."""
         logger.info("%s is unloaded", model.pool.plan.label)
         self._unloads.inc()
-        await asyncio.gather(*[pool.unload() for pool in model.pools])
+        self._ending = asyncio.gather(*[pool.unload() for pool in model.pools])
 
     def _begin(self, model: ModelVersion) -> None:
         """Load a model, unless that is under way."""

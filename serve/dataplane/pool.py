@@ -135,7 +135,7 @@ class Pool:
         if failures:
             await self._close([slot for slot, _ in new], 0)
             raise failures[0]
-        surplus = self._open_slots[self.most :]
+        surplus = self.open_slots[self.most :]
         for slot in surplus:
             slot.is_closing = True
         closing = self._loop.create_task(self._shrink(surplus, drain_timeout_s))
@@ -153,7 +153,7 @@ class Pool:
         self._look()
         self._opened_at = monotonic()
         new: list[tuple[ReplicaSlot, asyncio.Future[None]]] = []
-        while len(self._open_slots) < self.least:
+        while len(self.open_slots) < self.least:
             number = max((slot.number for slot in self.slots), default=0) + 1
             slot, first = ReplicaSlot(number), self._loop.create_future()
             if not wait:
@@ -181,7 +181,7 @@ class Pool:
         Raises:
             LoadFailed: one could not load; the old ones go on.
         """
-        before, old = (self.plan, self.least, self.most), list(self._open_slots)
+        before, old = (self.plan, self.least, self.most), list(self.open_slots)
         for slot in old:  # so that scaling does not count them
             slot.is_closing = True
         self.plan = plan
@@ -195,7 +195,8 @@ class Pool:
         await self._close(old, drain_timeout_s)
 
     @property
-    def _open_slots(self) -> list[ReplicaSlot]:
+    def open_slots(self) -> list[ReplicaSlot]:
+        """Those that are not being ended."""
         return [slot for slot in self.slots if not slot.is_closing]
 
     async def _shrink(self, slots: Sequence[ReplicaSlot], drain_timeout_s: float) -> None:
