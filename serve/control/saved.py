@@ -89,7 +89,7 @@ def write_models(state: StateDir, registry: Registry) -> None:
             previous.unlink(missing_ok=True)
             os.link(file, previous)
         content = {"schema": SCHEMA, "models": models, **registry.noted()}
-        write_file(file, json.dumps(content).encode())  # indented, it takes 15 times as long
+        write_file(file, json.dumps(content).encode())  # indented, it takes four times as long
     except OSError as error:
         kind = StorageFull if is_disk_full(error) else ServeError
         raise kind(f"the change could not be saved: {error.strerror}") from error

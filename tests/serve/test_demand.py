@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.serve.live import LiveServer, build_archive, descendants, poll, running
+from tests.serve.live import LiveServer, build_archive, descendants, modelyard, poll, running
 
 MODELS = ("m0", "m1", "m2", "m3", "pinned")
 SETTINGS = {"pinned": {"pinned": True}}
@@ -49,6 +49,8 @@ def test_nothing_but_a_request_loads_a_model(server: LiveServer) -> None:
     for path in ("/ping", "/v2/health/ready", "/v2/models/m0", "/v2/models/m0/ready", "/v1/models"):
         assert server.client.get(path).status_code == 200, path
     assert server.describe("m0")["state"] == "UNAVAILABLE"
+    listed = modelyard("models", "list", "--state-dir", server.state_dir)
+    assert " unloaded " in listed.stdout, listed.stderr
     server.metrics.get("/metrics")
     server.client.post("/predictions/m0", content=b"", headers={"X-Request-Timeout": "never"})
     assert descendants(server.pid) == before

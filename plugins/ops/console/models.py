@@ -11,7 +11,7 @@ from modelyard.plugins.ops.console.readings import RECENT, TOTAL, Key, Watch
 from modelyard.plugins.ops.console.render import Renderer
 from modelyard.plugins.ops.console.visit import Page, Visit
 from modelyard.serve.control.register import Lifecycle
-from modelyard.serve.control.registry import ModelVersion
+from modelyard.serve.control.registry import UNLOADED, ModelVersion
 from modelyard.serve.dataplane.metrics import KINDS
 from modelyard.serve.dataplane.pool import ReplicaSlot
 from modelyard.serve.errors import BadRequest
@@ -34,6 +34,11 @@ State = tuple[str, str]
 def state_of(model: ModelVersion) -> State:
     """Return whether a version answers, and with how many of its workers."""
     slots, ready = model.pool.slots, model.pool.ready_count
+    if not ready and model.pool.load is not None and model.pool.least:
+        state, reason = model.state
+        if state == "LOADING":
+            return "loading", "warn"
+        return ("unloaded", "good") if reason == UNLOADED else ("failing", "bad")
     if not slots:
         return "no workers", "warn"
     if ready == len(slots):
