@@ -163,7 +163,8 @@ def main() -> None:
         folder = Path(name)
         store = build(folder, given.models)
         with serving(folder, store, given.loaded) as about:
-            print("\n".join(measure(about, given.models, given.requests)))
+            for line in measure(about, given.models, given.requests):
+                print(line, flush=True)
 
 
 def measure(about: dict[str, Any], models: int, requests: int) -> Iterator[str]:
