@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 from modelyard.serve.control.registry import ModelVersion, Registry
 from modelyard.serve.control.sizing import machine_of, share_of
-from modelyard.serve.dataplane.metrics import COUNTER, GAUGE, Metrics
+from modelyard.serve.dataplane.metrics import Metrics
 from modelyard.serve.dataplane.pool import Pool
 from modelyard.serve.errors import Draining, ServeError, Unavailable
 from modelyard.serve.settings import Settings
@@ -44,14 +44,9 @@ class Demand:
         """End of the model that went last, which the next one to go waits for."""
         self._pauses: WeakKeyDictionary[Pool, float] = WeakKeyDictionary()
         """Pool → how long the next pause is, of those that could not be loaded."""
-        loaded = metrics.add(GAUGE, "loaded_models", (), "Models that have workers.")
-        loaded.watch(lambda: len(self._loaded()))
-        loads = metrics.add(COUNTER, "model_loads", ("outcome",),
-                            "Loads of models at a request, by what came of them.")  # fmt: skip
-        self._done, self._failed = loads.count("loaded"), loads.count("failed")
-        self._unloads = metrics.add(
-            COUNTER, "model_unloads", (), "Models that went to make room for others."
-        ).count()
+        metrics["loaded_models"].watch(lambda: len(self._loaded()))
+        self._done, self._failed = map(metrics["model_loads"].count, ("loaded", "failed"))
+        self._unloads = metrics["model_unloads"].count()
 
     def watch(self, model: ModelVersion) -> None:
         """Load a model whenever a request waits for it."""
