@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from modelyard.plugins.cluster.ray.arguments import own_folder
 from modelyard.plugins.cluster.ray.environment import BODY_BYTES, ENVIRONMENT
 from modelyard.plugins.cluster.ray.folders import READY, is_held
 from modelyard.serve.errors import StartError
+from modelyard.serve.settings import own_folder
 
 LOOK_S = 0.5
 RENAME = "    http-request set-header host localhost\n"
