@@ -73,7 +73,7 @@ def parse_source(text: str) -> Source:
         if is_url(location) and digest is None:
             raise UrlRefused(text, "an archive that is fetched needs #sha256=DIGEST behind its URL")
     except UrlRefused as error:
-        raise BadRequest(f"models: {text}: {error.reason}") from error
+        raise BadRequest(f"{text}: {error.reason}") from error
     return Source(name, location, digest)
 
 
