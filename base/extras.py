@@ -4,12 +4,16 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 
 EXTRAS: Mapping[str, str] = {
+    "adlfs": "az",
     "captum": "explain",
+    "gcsfs": "gs",
     "grpc": "grpc",
+    "huggingface_hub": "huggingface",
     "matplotlib": "explain",
     "onnx_ir": "export",
     "onnxscript": "export",
     "opentelemetry.sdk": "otel",
+    "s3fs": "s3",
     "safetensors": "export",
     "soundfile": "audio",
     "soxr": "audio",

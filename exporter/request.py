@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from modelyard.exporter.hub import fetch, is_on_hub
+
 if TYPE_CHECKING:
     from modelyard.exporter.ingest import Announce
     from modelyard.exporter.prove.parity import ExportReport
@@ -71,7 +73,8 @@ def export(
 
     Args:
         checkpoint: file or folder that a training run left, of any kind that docs/checkpoints.md
-            names; `modelyard inspect` says what it is.
+            names; `modelyard inspect` says what it is. Or hf://OWNER/NAME@REVISION of a model hub,
+            of which only safetensors are taken.
         model: the class, as file.py:Class, package.module:Class or package.module:factory. Not
             needed for a Hugging Face folder, nor for pickled modules of torch.nn's own layers.
         inputs: each tensor that forward() takes, as name:dtype[dims]; a dim is a number, or a name
@@ -133,6 +136,9 @@ def export(
     for each in ("inputs", "formats", "output_names"):
         if isinstance(given[each], str):
             given[each] = (given[each],)
+    if is_on_hub(checkpoint):
+        given["checkpoint"], own = fetch(checkpoint, tell)
+        given["name"] = name or own
     for each in ("checkpoint", "output_dir"):
         given[each] = Path(given[each])
     request = ExportRequest(**{**given, "samples": [Path(sample) for sample in samples]})

@@ -14,7 +14,6 @@ from modelyard.archiver import open_archive
 from modelyard.serve.control import sizing
 from modelyard.serve.control.build import admit
 from modelyard.serve.control.model_config import ModelConfig
-from modelyard.serve.control.store import find_archive
 from modelyard.serve.policy import Policy
 from modelyard.serve.settings import Settings
 
@@ -52,7 +51,7 @@ def plan_start(settings: Settings) -> StartPlan:
     specs = policy.models_at_start(is_trial=True)
     allocator = sizing.StartupAllocator(machine, len(specs))
     for spec in specs:
-        with open_archive(find_archive(settings.model_store, spec.location)) as archive:
+        with open_archive(policy.find(spec.location)) as archive:
             name, config, unproven = admit(archive, spec, policy)
             allocator.claim(name, archive.manifest.model_version, spec.location)
         if unproven and unproven.reason == "versions":

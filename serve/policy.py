@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from modelyard.archiver.untrusted.names import check_name
 from modelyard.base.threads import thread_environment
 from modelyard.serve.control.environment import interpreter_for
+from modelyard.serve.control.fetch import in_daemon, parse_source, place
 from modelyard.serve.control.model_config import ModelConfig, ModelSpec, load_model_config
 from modelyard.serve.control.saved import read_models, read_notes, write_models
 from modelyard.serve.control.sizing import Allocation, ResourceRequest, share_of
 from modelyard.serve.control.state import StateDir
 from modelyard.serve.control.store import find_archive, list_archives, parse_model_option
+from modelyard.serve.control.urls import UrlRules, is_url
 from modelyard.serve.dataplane.process import ForkServer
 from modelyard.serve.dataplane.worker import WorkerPolicy
 from modelyard.serve.settings import Settings
@@ -55,6 +58,8 @@ class Policy:
     def __init__(self, settings: Settings, workers: WorkerPolicy | None = None) -> None:
         self.settings = settings
         self.state = StateDir(settings.state_dir)
+        self._trusted: set[str] = set()
+        """Locations that whoever starts the server names, or that were accepted before."""
         self.fork_server: ForkServer | None = None
         """What forks workers, once it was begun with."""
         self.max_answer_bytes = settings.max_response_bytes
@@ -71,12 +76,13 @@ class Policy:
             is_trial: files stay as they are.
         """
         options = list(self.settings.models)
-        if not options:
-            return read_models(self.state, is_trial)
+        specs = [] if options else read_models(self.state, is_trial)
         if [option.upper() for option in options] == ["ALL"]:
             options = list_archives(self.settings.model_store)
         pairs = map(parse_model_option, options)
-        return [ModelSpec(location, name, at_start=True) for name, location in pairs]
+        specs += [ModelSpec(location, name, at_start=True) for name, location in pairs]
+        self._trusted.update(spec.location for spec in specs)
+        return specs
 
     def notes_at_start(self) -> dict[str, Callable[[], Any]]:
         """Return what is remembered beside the models, whether or not models are named."""
@@ -88,7 +94,18 @@ class Policy:
         Raises:
             ServeError, ArchiveError: there is none that may be served.
         """
-        return find_archive(self.settings.model_store, location), False
+        return await in_daemon(partial(self.find, location)), False
+
+    def find(self, location: str) -> Path:
+        """Return the archive that a location names; fetch it into the cache if need be. Blocking.
+
+        Raises:
+            ServeError, ArchiveError: there is none that may be served.
+        """
+        if not is_url(location):
+            return find_archive(self.settings.model_store, location)
+        rules = None if location in self._trusted else UrlRules(self.settings.allowed_urls)
+        return place(parse_source(location), self.settings.cache_dir, rules)
 
     def choose_name(self, archive: Archive, spec: ModelSpec) -> str:
         """Return the name under which an archive is registered.

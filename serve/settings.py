@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,6 +72,14 @@ def _users(value: str) -> str:
     return value
 
 
+def _pattern(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise ValueError(f"not a regular expression: {error}") from error
+    return text
+
+
 def _folder(path: Path) -> Path:
     if not path.is_dir():
         raise ValueError(f"there is no folder {path}")
@@ -81,6 +90,7 @@ Split = BeforeValidator(_split)
 Place = Annotated[Path, AfterValidator(lambda path: path.expanduser().absolute())]
 Places = Annotated[tuple[Place, ...], Split]
 Words = Annotated[tuple[str, ...], Split]
+Pattern = Annotated[str, AfterValidator(_pattern)]
 _ALERTS = r"https?://[\w.:\[\]-]+(/[\x21-\x7e]*)?"
 _HOST = r"\[[0-9A-Fa-f:.]+\]"
 Host = Annotated[
@@ -101,6 +111,14 @@ def default_state_dir() -> Path:
     """Return the folder for pid file, keys, logs and state, per the XDG base directory rules."""
     base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(base) / "modelyard"
+
+
+def own_folder(name: str) -> Path:
+    """Return where this user keeps files on a machine, unless another folder is named.
+
+    Not below the home, which several machines may share.
+    """
+    return Path(tempfile.gettempdir()) / f"modelyard-{os.getuid()}" / name
 
 
 @dataclass(frozen=True)
@@ -199,7 +217,13 @@ class Settings(BaseModel):
     model_store: Place = Path("model_store")
     """Folder of the archives that may be served."""
     models: Words = ()
-    """NAME or NAME=FILE of the store, or ALL; empty restores what was served last."""
+    """NAME or NAME=FILE of the store, or ALL, or URL#sha256=DIGEST; empty restores what was served
+    last."""
+    cache_dir: Place = Field(default_factory=lambda: own_folder("archives"))
+    """Folder of this machine for archives that are fetched; they stay there."""
+    allowed_urls: Annotated[tuple[Pattern, ...], Split] = ()
+    """Regular expressions; the management API fetches only archives whose URL one of them matches
+    whole."""
     state_dir: Place = Field(default_factory=default_state_dir)
     """Folder of pid file, keys, logs and saved state; one server each."""
     host: str = "127.0.0.1"
@@ -508,7 +532,7 @@ def what_is_wrong(problem: Mapping[str, Any]) -> str:
     return f"expected {expected}, got {given!r}{near}"
 
 
-OTHER_VARIABLES = {"ALLOWED_URLS", "CA", "PEERS", "SIGNING_KEY", "TOKEN"}
+OTHER_VARIABLES = {"CA", "PEERS", "SIGNING_KEY", "TOKEN"}
 """Behind the prefix: what else of ours is read."""
 
 

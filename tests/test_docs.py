@@ -285,7 +285,8 @@ def test_the_settings_table_names_every_setting_and_its_default() -> None:
         if isinstance(value, tuple)
         else str(int(value) if isinstance(value, float | bool) else value)
         for name, field in Settings.model_fields.items()
-        if (value := field.default) is not None and name not in ("state_dir", "model_settings")
+        if (value := field.default) is not None
+        and name not in ("cache_dir", "state_dir", "model_settings")
     }
     # What TorchServe's configuration sets is described with that command.
     assert documented.keys() == Settings.model_fields.keys() - {"torchserve"}

@@ -1,12 +1,9 @@
 """What TorchServe decides otherwise than we do."""
 
-import asyncio
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,12 +16,13 @@ from modelyard.plugins.torchserve.model_config import load_torchserve_config
 from modelyard.plugins.torchserve.settings import TorchServeSettings
 from modelyard.plugins.torchserve.snapshot import Snapshots, parse_model_snapshot, parse_notes
 from modelyard.serve import errors
-from modelyard.serve.control.fetch import UrlRules, clear_leftovers, fetch_archive, is_url
+from modelyard.serve.control.fetch import clear_leftovers, fetch_archive, in_daemon
 from modelyard.serve.control.model_config import ModelConfig, ModelSpec, Options
 from modelyard.serve.control.registry import Registry
 from modelyard.serve.control.saved import as_notes
 from modelyard.serve.control.sizing import Allocation, ResourceRequest, choose, this_machine
 from modelyard.serve.control.store import list_archives
+from modelyard.serve.control.urls import UrlRules, is_url
 from modelyard.serve.dataplane.worker import Output, WorkerPolicy
 from modelyard.serve.policy import Policy, Share
 from modelyard.serve.settings import ENV_PREFIX, Settings
@@ -100,7 +98,8 @@ class TorchServePolicy(Policy):
             return locations.find_as_torchserve(store, location), False
         locations.refuse_relative(location)
         rules = UrlRules(self._dialect.allowed_urls)
-        return await _in_daemon(partial(fetch_archive, location, store, rules)), True
+        fetch = partial(fetch_archive, location, store, rules)
+        return await in_daemon(fetch, partial(Path.unlink, missing_ok=True)), True
 
     def choose_name(self, archive: Archive, spec: ModelSpec) -> str:
         """Return the caller's name, the manifest's, or at the start the file's."""
@@ -193,29 +192,6 @@ class TorchServeWorkers(WorkerPolicy):
         """Return the error of a worker that died."""
         logger.info("Number or consecutive unsuccessful inference 1")
         return errors.WorkerDied()
-
-
-async def _in_daemon(fetch: Callable[[], Path]) -> Path:
-    """Run in a thread that a server which is being stopped does not wait for."""
-    fetched: Future[Path] = Future()
-    fetched.set_running_or_notify_cancel()
-
-    def run() -> None:
-        try:
-            fetched.set_result(fetch())
-        except BaseException as error:
-            fetched.set_exception(error)
-
-    def discard(late: Future[Path]) -> None:
-        if late.exception() is None:
-            late.result().unlink(missing_ok=True)
-
-    threading.Thread(target=run, daemon=True, name="fetch").start()
-    try:
-        return await asyncio.wrap_future(fetched)
-    except asyncio.CancelledError:
-        fetched.add_done_callback(discard)
-        raise
 
 
 def _from_snapshot(store: Path, name: str, version: str, entry: dict[str, Any]) -> ModelSpec:

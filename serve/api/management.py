@@ -52,7 +52,10 @@ def management_routes(registry: Registry, lifecycle: Lifecycle) -> APIRouter:
 
     @router.post("/models", summary="Register", responses=error_responses(409, 500, 507))
     async def register(
-        url: Annotated[str, Query(description="File name of an archive in the model store.")],
+        url: Annotated[
+            str,
+            Query(description="File of the model store, or URL#sha256=DIGEST."),
+        ],
         model_name: Annotated[str | None, Query(description="Default: the archive's.")] = None,
         initial_workers: Annotated[
             int | None,

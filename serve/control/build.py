@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from modelyard.archiver import Archive
-from modelyard.archiver.errors import NotProven
+from modelyard.archiver.errors import NotProven, RefusedArchive
 from modelyard.archiver.proven import Unproven, find_unproven
 from modelyard.archiver.signing import find_signer, read_trusted_keys
 from modelyard.archiver.untrusted.names import (
@@ -26,6 +26,7 @@ from modelyard.serve.control.registry import ModelVersion
 from modelyard.serve.control.sandbox import Sandbox, own_variables
 from modelyard.serve.control.sizing import is_on_gpu, this_machine
 from modelyard.serve.control.store import file_stem
+from modelyard.serve.control.urls import is_url, split_digest
 from modelyard.serve.dataplane.batcher import Batcher
 from modelyard.serve.dataplane.budget import AnswerBudget
 from modelyard.serve.dataplane.cache import AnswerStore, VersionAnswers
@@ -57,6 +58,8 @@ def admit(
         StartError: it is to be restored, and has changed.
     """
     settings = policy.settings
+    if is_url(spec.location) and split_digest(spec.location)[1] not in (None, archive.digest):
+        raise RefusedArchive(f"{archive.path} has the digest {archive.digest}; remove that file")
     if spec.digest not in (None, archive.digest):
         changed = (
             f"{archive.path.name} is not the archive that was served last: its digest is "
@@ -150,6 +153,10 @@ class Builder:
         before: VersionMetrics | None,
     ) -> ModelVersion:
         manifest, file, name = archive.manifest, archive.path.name, plan.load["name"]
+        if (
+            is_url(spec.location) and not is_fetched
+        ):  # the next start finds it by this, in the cache
+            file = spec.location
         handler = plan.load["handler"]
         predicting = plan
         if config.explain_workers:

@@ -1,168 +1,80 @@
-"""URL → archive in the model store, when the settings allow that URL.
+"""URL → archive, in the model store or in a machine's cache, when the settings allow that URL.
 
-What is compared with the settings is the parsed URL in its normal form, and it is what is fetched:
-there is no second reading of the text. Every redirect is vetted as the first URL was. A host's name
-is resolved once; all its addresses are vetted, and the connection goes to one of them. Proxies of
-the environment are not used.
+A file gets its name when all of it has come, is an archive and has the digest that was named; until
+then it lies in a hidden folder. A cache names archives by their digest, and a lock for each has one
+process of a machine fetch it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import fcntl
+import hashlib
 import http.client
-import ipaddress
 import logging
 import os
+import random
 import re
 import secrets
 import shutil
-import socket
-import ssl
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import IO
-from urllib.parse import quote, unquote, urljoin, urlsplit
 
 from modelyard.archiver import ArchiveError, open_archive
 from modelyard.archiver.errors import RefusedArchive
 from modelyard.archiver.untrusted.names import file_name_problem
-from modelyard.serve.errors import FetchFailed, FileExists, UrlRefused
+from modelyard.serve.control.store import parse_model_option
+from modelyard.serve.control.transfer import FetchAborted, Interrupted, Limits, Part, open_part
+from modelyard.serve.control.urls import Url, UrlRules, is_url, parse_url, split_digest
+from modelyard.serve.errors import (
+    BadRequest,
+    FetchFailed,
+    FileExists,
+    StorageFull,
+    UrlRefused,
+    is_disk_full,
+)
 
 logger = logging.getLogger(__name__)
 
-PORTS = {"http": 80, "https": 443}
-SCHEMES = (*PORTS, "file")
 STAGING = ".fetching-"
-"""Folders in the store that hold what is being fetched; hidden, so never served."""
-CHUNK_BYTES = 1 << 20
-REDIRECTS = (301, 302, 303, 307, 308)
-_HOST = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?|\[[0-9a-f:.]+\]")
-_SAFE = "/:@!$&'()*+,;=~-._"
+"""Folders that hold what is being fetched; hidden, so never served."""
+MOST_PAUSE_S = 30.0
+NOTHING = Part("", 0, None, iter(()))
 
 
 @dataclass(frozen=True)
-class Limits:
-    """What one fetch may cost."""
+class Source:
+    """What a user wrote: `[NAME=]LOCATION[#sha256=DIGEST]`."""
 
-    size_bytes: int = 32 << 30
-    total_s: float = 3600
-    silence_s: float = 30
-    """Longest time without a byte."""
-    bytes_per_s: int = 10_000
-    """Least speed on average, after `silence_s`; a slower fetch is given up."""
-    hops: int = 5
-    """Redirects that are followed."""
+    name: str | None
+    location: str
+    digest: str | None
 
 
-@dataclass(frozen=True)
-class Url:
-    """A URL in its normal form."""
-
-    scheme: str
-    host: str
-    """Lower case, ASCII; an IPv6 address in brackets; empty for a file."""
-    port: int
-    path: str
-    """Decoded; absolute, without `.` and `..`."""
-    query: str
-
-    @property
-    def target(self) -> str:
-        """Path and query, encoded, as a request line has them."""
-        return quote(self.path, safe=_SAFE) + (f"?{self.query}" if self.query else "")
-
-    def __str__(self) -> str:
-        """Return the text that the settings' patterns are compared with."""
-        if self.scheme == "file":
-            return f"file://{self.path}"
-        port = "" if self.port == PORTS[self.scheme] else f":{self.port}"
-        return f"{self.scheme}://{self.host}{port}{self.target}"
-
-
-class UrlRules:
-    """Which URLs may be fetched.
-
-    Args:
-        patterns: regular expressions; one must match a URL's normal form whole, in any case.
-    """
-
-    def __init__(self, patterns: Sequence[str]) -> None:
-        self._patterns = [re.compile(pattern, re.IGNORECASE) for pattern in patterns]
-
-    def check(self, url: Url) -> list[str]:
-        """Return the addresses that may be connected to; a file has none.
-
-        An address that only this machine or its network reaches is refused, unless a pattern that
-        matches names the host letter by letter.
-
-        Raises:
-            UrlRefused: the URL or one of its host's addresses is not allowed.
-        """
-        text, matching = str(url), self.matching(url)
-        if url.scheme == "file":
-            return []
-        addresses = _resolve(url)
-        if any(_names(pattern.pattern, url) for pattern in matching):
-            return addresses
-        for address in addresses:
-            if not _is_public(address):
-                raise UrlRefused(
-                    text,
-                    f"its host is {address}, which is not public; only a pattern of allowed_urls "
-                    "that names the host itself allows that",
-                )
-        return addresses
-
-    def matching(self, url: Url) -> list[re.Pattern[str]]:
-        """Return the patterns that a URL matches, before anything is asked about its host.
-
-        Raises:
-            UrlRefused: there is none.
-        """
-        text = str(url)
-        if not (found := [pattern for pattern in self._patterns if pattern.fullmatch(text)]):
-            raise UrlRefused(text, "no pattern of allowed_urls matches it")
-        return found
-
-
-def is_url(location: str) -> bool:
-    """Return whether a location is to be fetched."""
-    scheme, separator, _ = location.partition("://")
-    return bool(separator) and scheme.lower() in SCHEMES
-
-
-def parse_url(text: str) -> Url:
-    """Read a URL, strictly: whatever two programs could read differently is refused.
+def parse_source(text: str) -> Source:
+    """Read what names an archive of a machine's store or cache.
 
     Raises:
-        UrlRefused: the message says what is wrong.
+        BadRequest: a digest is wrong, or lacking where the archive is fetched.
+        BadName: the name breaks the rule for names.
     """
-    if not text.isascii() or not text.isprintable() or set(text) & set(' \\"<>^`{|}#'):
-        raise UrlRefused(text, "it holds a fragment, or a character that is to be written as %XX")
     try:
-        parts = urlsplit(text)
-        port = parts.port
-    except ValueError as error:
-        raise UrlRefused(text, str(error)) from error
-    scheme, path = parts.scheme.lower(), unquote(parts.path)
-    if scheme not in SCHEMES:
-        raise UrlRefused(text, f"expected one of {', '.join(SCHEMES)}")
-    if not path.isprintable() or "\\" in path or "%" in path:
-        raise UrlRefused(text, "its path can be read in more than one way")
-    if not path.startswith("/") or {".", ".."} & set(path.split("/")):
-        raise UrlRefused(text, "its path is not absolute")
-    if scheme == "file":
-        if parts.netloc or parts.query:
-            raise UrlRefused(text, "expected file:///path")
-        return Url("file", "", 0, path, "")
-    host = parts.netloc.lower()
-    host = host[: -len(f":{port}")] if port is not None else host
-    if not _HOST.fullmatch(host):
-        raise UrlRefused(text, f"expected a host name or address, got {host!r}")
-    return Url(scheme, host, port if port is not None else PORTS[scheme], path, parts.query)
+        rest, digest = split_digest(text)
+        name, location = parse_model_option(rest)
+        if is_url(location) and parse_url(location).scheme == "file":
+            raise UrlRefused(text, "name its folder as model_store instead")
+        if is_url(location) and digest is None:
+            raise UrlRefused(text, "an archive that is fetched needs #sha256=DIGEST behind its URL")
+    except UrlRefused as error:
+        raise BadRequest(f"{text}: {error.reason}") from error
+    return Source(name, location, digest)
 
 
 def fetch_archive(
@@ -171,7 +83,6 @@ def fetch_archive(
     rules: UrlRules,
     limits: Limits | None = None,
     name: str | None = None,
-    digest: str | None = None,
 ) -> Path:
     """Fetch an archive into the store, and return its path.
 
@@ -179,36 +90,37 @@ def fetch_archive(
     left as it was. Blocking.
 
     Args:
+        location: a URL; with `#sha256=DIGEST` behind it, of an archive that must have this digest.
         name: name of its file there; None takes the URL's last part.
-        digest: digest that the archive must have.
 
     Raises:
-        UrlRefused, FetchFailed, FileExists, ArchiveError.
+        UrlRefused, FetchFailed, FileExists, StorageFull, ArchiveError.
     """
-    url = parse_url(location)
+    text, digest = split_digest(location)
+    url = parse_url(text)
     rules.check(url)
+    staged = name or secrets.token_hex(8)
     if name is None:
         name = url.path.rpartition("/")[2]
+        if url.scheme == "oci":
+            name = f"{re.split('[:@]', name)[0]}.mar"
     if name.startswith(".") or file_name_problem(name):
         raise UrlRefused(location, "its last part is not a name for a file")
     target = store / name
     if target.exists():
         raise FileExists(name)
-    staging = store / f"{STAGING}{secrets.token_hex(8)}"
+    staging = store / f"{STAGING}{staged}"
     try:
         staging.mkdir(mode=0o700)
         file = staging / name
-        with file.open("xb") as out:
-            _write(url, out, rules, limits or Limits())
-            os.fsync(out.fileno())
-        with open_archive(file, needs_manifest=False) as archive:
-            if digest not in (None, archive.digest):
-                raise RefusedArchive(f"its digest is {archive.digest}, expected {digest}")
+        _Download(url, file, digest, rules, limits or Limits()).run()
         os.link(file, target)  # unlike a renamed file it never replaces one
     except FileExistsError as error:
         raise FileExists(name) from error
-    except (OSError, http.client.HTTPException, _FetchAborted) as error:
+    except (OSError, http.client.HTTPException, FetchAborted, Interrupted) as error:
         logger.error("%s cannot be fetched: %s: %s", location, type(error).__name__, error)
+        if is_disk_full(error):
+            raise StorageFull(f"{location} does not fit on the disk of {store}") from error
         raise FetchFailed(location, str(error)) from error
     except ArchiveError as error:
         logger.error("%s was fetched and is refused: %s", location, error)
@@ -219,146 +131,182 @@ def fetch_archive(
     return target
 
 
+def place(
+    source: Source, cache: Path, rules: UrlRules | None = None, limits: Limits | None = None
+) -> Path:
+    """Return the file of an archive that a URL names, in a cache; fetch it if need be. Blocking.
+
+    Args:
+        rules: what may be fetched; None trusts whoever wrote the URL.
+
+    Raises:
+        ArchiveError, BadRequest, StorageFull: it cannot be fetched, or it is another one.
+    """
+    url = parse_url(source.location)
+    rules = rules or UrlRules.around(url)
+    suffix = ".tar.gz" if url.path.endswith(".tar.gz") else ".mar"
+    file = cache / f"{source.digest}{suffix}"
+    try:
+        rules.matching(url)
+        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with _held(cache / f"{source.digest}.lock"):
+            if file.exists():
+                return file
+            shutil.rmtree(cache / f"{STAGING}{file.name}", ignore_errors=True)  # of a killed one
+            location = f"{source.location}#sha256={source.digest}"
+            return fetch_archive(location, cache, rules, limits, name=file.name)
+    except (FetchFailed, UrlRefused) as error:
+        raise BadRequest(f"cannot fetch {source.location}: {error.reason}") from error
+    except OSError as error:
+        raise BadRequest(
+            f"cannot use the folder {cache} for fetched archives: {error.strerror}; name another "
+            "one with cache_dir=FOLDER"
+        ) from error
+
+
+@contextlib.contextmanager
+def _held(file: Path) -> Iterator[None]:
+    """Hold a lock, which ends with the process."""
+    fd = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
 def clear_leftovers(store: Path) -> None:
     """Remove what a server that was killed had fetched half."""
     for folder in store.glob(f"{STAGING}*"):
         shutil.rmtree(folder, ignore_errors=True)
 
 
-class _FetchAborted(Exception):
-    """The fetch costs more than it may, or the other side does not keep to HTTP."""
+async def in_daemon(
+    fetch: Callable[[], Path], discard: Callable[[Path], None] = lambda path: None
+) -> Path:
+    """Run in a thread that a server which is being stopped does not wait for.
 
+    Args:
+        discard: called with what comes when nobody waits for it any more.
+    """
+    fetched: Future[Path] = Future()
+    fetched.set_running_or_notify_cancel()
 
-def _write(url: Url, out: IO[bytes], rules: UrlRules, limits: Limits) -> None:
-    if url.scheme == "file":
-        _copy_file(url, out, rules, limits)
-        return
-    began = time.monotonic()
-    for _ in range(limits.hops + 1):
-        addresses = rules.check(url)
-        with contextlib.closing(_connect(url, addresses, limits.silence_s)) as connection:
-            connection.request("GET", url.target, headers={"Accept-Encoding": "identity"})
-            connection.auto_open = 0  # it would look the host up again
-            with _bounded(connection.sock, limits.silence_s):
-                response = connection.getresponse()
-            if response.status in REDIRECTS:
-                url = _follow(url, response.headers.get("location", ""))
-                continue
-            if response.status != 200:
-                raise _FetchAborted(f"status {response.status}")
-            if response.headers.get("content-encoding", "identity") != "identity":
-                raise _FetchAborted("an encoding that was not requested")
-            expected = response.length
-            if expected is not None and expected > limits.size_bytes:
-                raise _FetchAborted(f"{expected} bytes; {limits.size_bytes} are allowed")
-            size = 0
-            while chunk := response.read1(CHUNK_BYTES):
-                size += len(chunk)
-                _check_cost(size, time.monotonic() - began, limits)
-                out.write(chunk)
-            if expected is not None and size != expected:
-                raise _FetchAborted(f"it ended after {size} of {expected} bytes")
-            out.flush()
-            return
-    raise _FetchAborted(f"more than {limits.hops} redirects")
-
-
-def _copy_file(url: Url, out: IO[bytes], rules: UrlRules, limits: Limits) -> None:
-    """Copy a file, whose path without links must be allowed too."""
-    real = Path(url.path).resolve(strict=True)
-    rules.check(Url("file", "", 0, str(PurePosixPath(real)), ""))
-    fd = os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    with os.fdopen(fd, "rb") as source:
-        if not real.is_file():
-            raise _FetchAborted("it is not a file")
-        size = 0
-        while chunk := source.read(CHUNK_BYTES):
-            size += len(chunk)
-            _check_cost(size, 0, limits)
-            out.write(chunk)
-    out.flush()
-
-
-@contextlib.contextmanager
-def _bounded(connection: socket.socket, seconds: float) -> Iterator[None]:
-    """End a connection that has not done with a block in time, however busy it keeps us."""
-    timer = threading.Timer(seconds, connection.shutdown, [socket.SHUT_RDWR])
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
-def _check_cost(size: int, seconds: float, limits: Limits) -> None:
-    if size > limits.size_bytes:
-        raise _FetchAborted(f"more than {limits.size_bytes} bytes")
-    is_slow = seconds > limits.silence_s and size < limits.bytes_per_s * seconds
-    if is_slow or seconds > limits.total_s:
-        raise _FetchAborted(f"too slow: {size} bytes in {seconds:.0f} s")
-
-
-def _follow(url: Url, location: str) -> Url:
-    try:
-        following = parse_url(urljoin(str(url), location))
-    except ValueError as error:
-        raise UrlRefused(location, f"a redirection to it: {error}") from error
-    if following.scheme == "file":
-        raise UrlRefused(location, f"{url} redirects to a file of this machine")
-    return following
-
-
-def _connect(url: Url, addresses: list[str], timeout_s: float) -> http.client.HTTPConnection:
-    """Return a connection to the first address that answers, under the host's own name."""
-    host = f"{url.host}:{url.port}"
-    connection = http.client.HTTPConnection(host, timeout=timeout_s)
-    connected = _first(addresses, url.port, timeout_s)
-    if url.scheme == "https":
-        context = ssl.create_default_context()
-        connected = context.wrap_socket(connected, server_hostname=url.host.strip("[]"))
-    connection.sock = connected
-    return connection
-
-
-def _first(addresses: Sequence[str], port: int, timeout_s: float) -> socket.socket:
-    failure: OSError = OSError("no address")
-    for address in addresses:
+    def run() -> None:
         try:
-            return socket.create_connection((address, port), timeout_s)
-        except OSError as error:
-            failure = error
-    raise failure
+            fetched.set_result(fetch())
+        except BaseException as error:
+            fetched.set_exception(error)
 
+    def end(late: Future[Path]) -> None:
+        if late.exception() is None:
+            discard(late.result())
 
-def _resolve(url: Url) -> list[str]:
+    threading.Thread(target=run, daemon=True, name="fetch").start()
     try:
-        resolved = socket.getaddrinfo(url.host.strip("[]"), url.port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise FetchFailed(str(url), f"its host is unknown: {error}") from error
-    return list(dict.fromkeys(str(address[0]) for *_, address in resolved))
+        return await asyncio.wrap_future(fetched)
+    except asyncio.CancelledError:
+        fetched.add_done_callback(end)
+        raise
 
 
-def _is_public(address: str) -> bool:
-    """Return whether an address, and any that it carries inside, belongs to the public network."""
-    ip = ipaddress.ip_address(address.partition("%")[0])
-    return all(each.is_global and not each.is_multicast for each in (ip, *_inner(ip)))
+class _Another(RefusedArchive):
+    """An archive without damage, but not the one that was named."""
 
 
-def _inner(
-    ip: ipaddress.IPv4Address | ipaddress.IPv6Address,
-) -> Iterator[ipaddress.IPv4Address]:
-    if isinstance(ip, ipaddress.IPv6Address):
-        carried = [ip.ipv4_mapped, ip.sixtofour, *(ip.teredo or ())]
-        if ip in ipaddress.IPv6Network("64:ff9b::/96"):  # translated to IPv4 by the network
-            carried.append(ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF))
-        yield from (each for each in carried if each is not None)
+class _Download:
+    """A file that comes in parts, all of one version.
+
+    Args:
+        file: path that it is written to.
+        digest: digest that the archive must have.
+    """
+
+    def __init__(
+        self, url: Url, file: Path, digest: str | None, rules: UrlRules, limits: Limits
+    ) -> None:
+        self._url, self._file, self._digest = url, file, digest
+        self._rules, self._limits = rules, limits
+        self._began = time.monotonic()
+        self._part = NOTHING
+        """What came last; its version is empty where the file is to begin anew."""
+
+    def run(self) -> None:
+        """Write the file, in as many attempts as the limits allow; each goes on where one ended.
+
+        Raises:
+            ArchiveError: what came is not an archive, or not the one of the digest.
+            FetchAborted, Interrupted, OSError, HTTPException: it did not come.
+        """
+        limits, best, failures, refused = self._limits, 0, 0, ""
+        with self._file.open("xb") as out:
+            while True:
+                problem: Exception
+                after_s = 0.0
+                try:
+                    self._attempt(out)
+                    self._check()
+                    return
+                except _Another:
+                    raise
+                except ArchiveError as error:
+                    # What was damaged on its way does not come so again.
+                    seen, self._part, problem = _sha256(self._file), NOTHING, error
+                    if seen == refused or self._url.scheme == "file":
+                        raise
+                    refused = seen
+                except (Interrupted, OSError, http.client.HTTPException) as error:
+                    if is_disk_full(error):
+                        raise
+                    problem = error
+                    if isinstance(error, Interrupted):
+                        after_s = error.after_s
+                        self._part = NOTHING if error.begins_anew else self._part
+                failures = 0 if out.tell() > best else failures + 1
+                best = max(best, out.tell())
+                pause_s = min(limits.pause_s * 2 ** max(failures - 1, 0), MOST_PAUSE_S)
+                pause_s = max(after_s, pause_s * random.uniform(0.5, 1))
+                left_s = limits.total_s - (time.monotonic() - self._began)
+                if failures >= limits.attempts or pause_s > left_s:
+                    raise problem
+                logger.warning("%s: %s; again in %.1f s", self._url, problem, pause_s)
+                time.sleep(pause_s)
+
+    def _attempt(self, out: IO[bytes]) -> None:
+        """Write what one request brings."""
+        limits, held, began = self._limits, self._part, time.monotonic()
+        at = out.tell() if held.version else 0
+        with open_part(self._url, at, held.version, self._rules, limits) as part:
+            if part.start and part != replace(held, start=at):
+                raise Interrupted("another part, or a part of another version", begins_anew=True)
+            if part.size is not None and part.size > limits.size_bytes:
+                raise FetchAborted(f"{part.size} bytes; {limits.size_bytes} are allowed")
+            self._part = part
+            out.seek(part.start)
+            out.truncate()
+            for chunk in part.chunks:
+                out.write(chunk)
+                size, seconds = out.tell(), time.monotonic() - began
+                if size > limits.size_bytes:
+                    raise FetchAborted(f"more than {limits.size_bytes} bytes")
+                brought, silence_s = size - part.start, limits.silence_s
+                is_slow = seconds > silence_s and brought < limits.bytes_per_s * seconds
+                if is_slow or time.monotonic() - self._began > limits.total_s:
+                    raise FetchAborted(f"too slow: {brought} bytes in {seconds:.0f} s")
+            out.flush()
+        if part.size not in (None, size := out.tell()):
+            raise Interrupted(f"it ended after {size} of {part.size} bytes")
+        os.fsync(out.fileno())
+
+    def _check(self) -> None:
+        """Raise ArchiveError where the file is not the archive that was named."""
+        if self._part.sha256 not in (None, _sha256(self._file)):
+            raise RefusedArchive(f"its bytes do not have the digest sha256:{self._part.sha256}")
+        with open_archive(self._file, needs_manifest=False) as archive:
+            if self._digest not in (None, archive.digest):
+                raise _Another(f"its digest is {archive.digest}, expected {self._digest}")
 
 
-def _names(pattern: str, url: Url) -> bool:
-    """Return whether a pattern begins with this host, letter by letter."""
-    plain = pattern.replace("\\", "").lower()
-    start = re.match(r"\^?(?:https?|http\(s\)\?|https\?)://", plain)
-    if start is None:
-        return False
-    rest = plain[start.end() :]
-    return rest.startswith(url.host) and rest[len(url.host) : len(url.host) + 1] in ("", ":", "/")
+def _sha256(file: Path) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()

@@ -85,7 +85,7 @@ def parse_model_option(option: str) -> tuple[str | None, str]:
         BadName: the name breaks the rule for names.
     """
     name, separator, location = option.partition("=")
-    if not separator:
+    if not separator or "://" in name:  # a URL may hold '=' and be given without a name
         return None, option
     check_name(name)
     return name, location

@@ -18,20 +18,22 @@ import pytest
 
 from modelyard.archiver import ArchiveError
 from modelyard.serve.control import fetch
-from modelyard.serve.control.fetch import Limits, UrlRules, fetch_archive, parse_url
+from modelyard.serve.control.fetch import fetch_archive
+from modelyard.serve.control.transfer import Limits
+from modelyard.serve.control.urls import UrlRules, parse_url
 from modelyard.serve.errors import FetchFailed, FileExists, UrlRefused
 
-QUICK = Limits(size_bytes=100_000, total_s=3, silence_s=0.3, bytes_per_s=1000)
+QUICK = Limits(size_bytes=100_000, total_s=3, silence_s=0.3, bytes_per_s=1000, pause_s=0.01)
 Answer = Callable[[http.server.BaseHTTPRequestHandler], None]
 
 
 @functools.cache
-def archive() -> bytes:
+def archive(code: str = "") -> bytes:
     content = BytesIO()
     with zipfile.ZipFile(content, "w") as zipped:
         manifest = {"runtime": "python", "model": {"modelName": "m", "handler": "h.py"}}
         zipped.writestr("MAR-INF/MANIFEST.json", json.dumps(manifest))
-        zipped.writestr("h.py", "")
+        zipped.writestr("h.py", code)
     return content.getvalue()
 
 

@@ -268,7 +268,13 @@ def test_many_at_once_change_the_same_model_one_after_the_other(server: LiveServ
     [
         ("nowhere", 404, "ModelNotFoundException", "Model not found at: nowhere"),
         ("../state/keys.json", 400, "BadRequestException", "the name of a file in the model store"),
-        ("http://127.0.0.1/x.mar", 400, "BadRequestException", "fetching from elsewhere"),
+        ("http://127.0.0.1/x.mar", 400, "BadRequestException", "fetched needs #sha256="),
+        (
+            "http://127.0.0.1/x.mar#sha256=0000000000000000000000000000000000000000000000000000000000000000",
+            400,
+            "BadRequestException",
+            "no pattern of allowed_urls",
+        ),
         ("echo", 409, "ConflictStatusException", "already registered for model echo"),
         ("damaged", 400, "InvalidModelException", "the file is damaged or was changed"),
         ("escapes", 400, "InvalidModelException", "../escaped.txt"),

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import os
-import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
@@ -15,14 +10,10 @@ from pydantic import BaseModel, ConfigDict
 from modelyard.archiver import open_archive
 from modelyard.archiver.errors import RefusedArchive
 from modelyard.archiver.untrusted.names import check_name, check_version
-from modelyard.serve.control.fetch import UrlRules, fetch_archive, is_url, parse_url
-from modelyard.serve.control.store import find_archive, list_archives, parse_model_option
-from modelyard.serve.errors import BadRequest, FetchFailed, FileExists, StartError, UrlRefused
-
-DIGEST = "#sha256="
-ANYWHERE = "https?://.*"
-"""What a URL may be redirected to; only public addresses, and the digest says what comes."""
-_HEX = re.compile("[0-9a-f]{64}")
+from modelyard.serve.control.fetch import Source, parse_source, place
+from modelyard.serve.control.store import find_archive, list_archives
+from modelyard.serve.control.urls import is_url
+from modelyard.serve.errors import BadRequest, StartError
 
 
 class CellArchive(BaseModel):
@@ -35,37 +26,6 @@ class CellArchive(BaseModel):
     location: str
     """A file or folder of the model store, or a URL."""
     digest: str
-
-
-@dataclass(frozen=True)
-class Source:
-    """What a user wrote: `[NAME=]LOCATION[#sha256=DIGEST]`."""
-
-    name: str | None
-    location: str
-    digest: str | None
-
-
-def parse_source(text: str) -> Source:
-    """Read what names an archive.
-
-    Raises:
-        BadRequest: a digest is wrong, or lacking where the archive is fetched.
-        BadName: the name breaks the rule for names.
-    """
-    rest, separator, digest = text.partition(DIGEST)
-    if separator and not _HEX.fullmatch(digest):
-        raise BadRequest(
-            f"models: {text}: expected 64 hexadecimal digits after {DIGEST}, the digest that "
-            "`modelyard verify` shows"
-        )
-    # A URL may hold '=' and be given without a name.
-    name, location = (None, rest) if is_url(rest) else parse_model_option(rest)
-    if is_url(location) and parse_url(location).scheme == "file":
-        raise BadRequest(f"models: {location}: only http and https; name its folder as model_store")
-    if is_url(location) and not digest:
-        raise BadRequest(f"models: {text}: an archive that is fetched needs {DIGEST}DIGEST")
-    return Source(name, location, digest or None)
 
 
 def is_fetched(text: str) -> bool:
@@ -92,7 +52,7 @@ def find_archives(models: Sequence[str], store: Path, cache: Path) -> list[CellA
             )
     found: dict[tuple[str, str], CellArchive] = {}
     for source in map(parse_source, models):
-        path = place(source.location, source.digest, store, cache)
+        path = locate(source.location, source.digest, store, cache)
         with open_archive(path) as archive:
             if source.digest not in (None, archive.digest):
                 raise RefusedArchive(
@@ -114,42 +74,12 @@ def find_archives(models: Sequence[str], store: Path, cache: Path) -> list[CellA
     return list(found.values())
 
 
-def place(location: str, digest: str | None, store: Path, cache: Path) -> Path:
+def locate(location: str, digest: str | None, store: Path, cache: Path) -> Path:
     """Return the file or folder of an archive on this machine; fetch it if need be. Blocking.
 
     Raises:
         ArchiveError, ServeError: there is none, it cannot be fetched, or it is another one.
     """
-    if not is_url(location):
-        return find_archive(store, location)
-    assert digest is not None
-    url = parse_url(location)
-    file = cache / f"{digest}{'.tar.gz' if url.path.endswith('.tar.gz') else '.mar'}"
-    try:
-        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with _held(cache / f"{digest}.lock"):
-            if file.exists():
-                return file
-            host = str(url).removesuffix(url.target)
-            rules = UrlRules([f"{re.escape(host)}/.*", ANYWHERE])
-            with contextlib.suppress(FileExists):
-                fetch_archive(location, cache, rules, name=file.name, digest=digest)
-    except (FetchFailed, UrlRefused) as error:
-        raise StartError(f"cannot fetch {location}: {error.reason}") from error
-    except OSError as error:
-        raise StartError(
-            f"cannot use the folder {cache} for fetched archives: {error.strerror}; name another "
-            "one with cache_dir=FOLDER"
-        ) from error
-    return file
-
-
-@contextlib.contextmanager
-def _held(file: Path) -> Iterator[None]:
-    """Hold a lock: cells that start on one machine fetch an archive once."""
-    fd = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(fd)
+    if is_url(location):
+        return place(Source(None, location, digest), cache)
+    return find_archive(store, location)

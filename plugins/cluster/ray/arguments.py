@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ from modelyard.plugins.cluster.ray.archives import CellArchive, find_archives, i
 from modelyard.plugins.cluster.ray.versions import check_python, this_version
 from modelyard.serve.errors import StartError
 from modelyard.serve.http.tokens import read_token_file
-from modelyard.serve.settings import Settings, describe_problems, load_settings
+from modelyard.serve.settings import Settings, describe_problems, load_settings, own_folder
 
 OF_THE_CELL: Mapping[str, Any] = {
     "host": "127.0.0.1",
@@ -29,14 +27,6 @@ OF_THE_CELL: Mapping[str, Any] = {
 }
 """Settings of a cell's server that are not the user's: it is reached through Ray."""
 BUSY = 0.7
-
-
-def own_folder(name: str) -> Path:
-    """Return where cells of this user keep files on a machine, unless another folder is named.
-
-    Not below the home, which several machines may share.
-    """
-    return Path(tempfile.gettempdir()) / f"modelyard-{os.getuid()}" / name
 
 
 class Arguments(BaseModel):
@@ -65,8 +55,6 @@ class Arguments(BaseModel):
     """Interpreter of the servers, where Ray's environment is not that of Modelyard and torch."""
     config: Path | None = None
     """YAML file with settings of a server; read once, where the application is built."""
-    cache_dir: Path = Field(default_factory=lambda: own_folder("archives"))
-    """Folder of each machine for archives that are fetched; they stay there."""
 
     @field_validator("max_cells")
     @classmethod
@@ -75,7 +63,7 @@ class Arguments(BaseModel):
             raise ValueError(f"expected {info.data['cells']} or more, as cells says")
         return value
 
-    @field_validator("python", "config", "cache_dir")
+    @field_validator("python", "config")
     @classmethod
     def _absolute(cls, value: Path | None) -> Path | None:
         return value.expanduser().absolute() if value else None
@@ -89,7 +77,6 @@ class Plan(BaseModel):
     version: str
     """Version of Modelyard; all cells run this one."""
     python: Path | None
-    cache_dir: Path
     archives: tuple[CellArchive, ...]
     settings: Settings
     """Settings of the server; `state_dir` holds a folder for each cell of a machine."""
@@ -117,14 +104,13 @@ def make_plan(said: Mapping[str, Any]) -> tuple[Arguments, Plan]:
     settings = _settings(arguments, of_server)
     if settings.token_file is not None:
         read_token_file(settings.token_file)
-    archives = find_archives(settings.models, settings.model_store, arguments.cache_dir)
+    archives = find_archives(settings.models, settings.model_store, settings.cache_dir)
     if not settings.workers:
         workers = max(1, int(arguments.cpus) // len(archives))
         settings = settings.model_copy(update={"workers": workers})
     plan = Plan(
         version=this_version(),
         python=arguments.python,
-        cache_dir=arguments.cache_dir,
         archives=tuple(archives),
         settings=settings.model_copy(update={"models": ()}),
     )

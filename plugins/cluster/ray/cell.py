@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from ray import serve
 
-from modelyard.plugins.cluster.ray.archives import place
+from modelyard.plugins.cluster.ray.archives import locate
 from modelyard.plugins.cluster.ray.arguments import Plan
 from modelyard.plugins.cluster.ray.beats import Beats
 from modelyard.plugins.cluster.ray.folders import ADDRESS, CellFolder
@@ -137,11 +137,9 @@ class Cell:
     def _place_archives(self, state: StateDir, store: Path) -> None:
         """Link to every archive of the plan, and have the server restore exactly these."""
         store.mkdir(mode=0o700)
-        specs: list[ModelSpec] = []
+        settings, specs = self._plan.settings, list[ModelSpec]()
         for each in self._plan.archives:
-            path = place(
-                each.location, each.digest, self._plan.settings.model_store, self._plan.cache_dir
-            )
+            path = locate(each.location, each.digest, settings.model_store, settings.cache_dir)
             if not (link := store / path.name).is_symlink():  # one file may have two names
                 link.symlink_to(path)
             is_first = all(each.name != spec.name for spec in specs)

@@ -37,12 +37,12 @@ from modelyard.plugins.torchserve.metrics import TorchServeMetrics
 from modelyard.plugins.torchserve.policy import TorchServePolicy
 from modelyard.plugins.torchserve.store import TORCHSERVE_SUFFIXES, find_as_torchserve
 from modelyard.serve.control import build, preload, sizing
-from modelyard.serve.control.fetch import UrlRules, is_url, parse_url
 from modelyard.serve.control.model_config import ModelConfig, ModelSpec
 from modelyard.serve.control.register import Lifecycle
 from modelyard.serve.control.registry import Registry
 from modelyard.serve.control.sizing import available_memory
 from modelyard.serve.control.store import find_in_store, list_archives
+from modelyard.serve.control.urls import UrlRules, is_url, parse_url, split_digest
 from modelyard.serve.dataplane.metrics import Metrics
 from modelyard.serve.dataplane.worker import WorkerPolicy
 from modelyard.serve.errors import LoadFailed, ServeError, StartError, UrlRefused
@@ -199,7 +199,7 @@ def _look(policy: TorchServePolicy, spec: ModelSpec, rules: UrlRules, is_loaded:
         text = f"{spec.location} may be fetched; it was not looked at"
         finding = Finding(WORKS, "load_models", text)
         try:
-            rules.matching(parse_url(spec.location))
+            rules.matching(parse_url(split_digest(spec.location)[0]))
         except UrlRefused as error:
             advice = f"{error.reason}; add one to allowed_urls"
             finding = Finding(FAILS, "load_models", str(error), advice)

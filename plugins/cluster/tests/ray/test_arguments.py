@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from modelyard.archiver import ArchiveError, open_archive
-from modelyard.plugins.cluster.ray.archives import place
+from modelyard.plugins.cluster.ray.archives import locate
 from modelyard.plugins.cluster.ray.arguments import Plan, make_plan
 from modelyard.plugins.cluster.ray.environment import ENVIRONMENT, HAPROXY, ray_environment
 from modelyard.serve.errors import ServeError
@@ -80,11 +80,14 @@ WRONG = [
     ({"token_file": "{none}/tokens.txt"}, "cannot read the token file"),
     ({"models": "other"}, "Model not found at: other; the model store "),
     ({"models": "echo,echo.mar"}, "echo and echo.mar both hold echo 1.0; leave one out"),
-    ({"models": "echo#sha256=12"}, "expected 64 hexadecimal digits"),
+    ({"models": "echo#sha256=12"}, "expected #sha256= and 64 hexadecimal digits"),
     ({"models": f"echo#sha256={'0' * 64}"}, f"expected {'0' * 64}; put that archive back"),
     ({"models": "http://127.0.0.1/m.mar"}, "an archive that is fetched needs #sha256=DIGEST"),
-    ({"models": f"file:///m.mar#sha256={'0' * 64}"}, "file:///m.mar: only http and https"),
-    ({"models": f"http://127.0.0.1:1/m.mar#sha256={'0' * 64}"}, "cannot fetch http://127.0.0.1:1/"),
+    ({"models": f"file:///m.mar#sha256={'0' * 64}"}, "name its folder as model_store instead"),
+    (
+        {"models": f"oci://127.0.0.1/m#sha256={'0' * 64}"},
+        "cannot fetch oci://127.0.0.1/m: expected",
+    ),
     ({"port": "80"}, "port cannot be set"),
     ({"modelstore": "x"}, "there is no argument modelstore; did you mean model_store?"),
     ({"cell": "x"}, "there is no argument cell; did you mean cells?"),
@@ -130,7 +133,7 @@ def test_an_archive_is_fetched_once_and_only_with_its_digest(store: Path, tmp_pa
     assert len(asked) == 2
     (archive,) = plan.archives
     assert (archive.name, archive.version, archive.location) == ("mirror", "1.0", source)
-    placed = place(archive.location, archive.digest, tmp_path, cache)
+    placed = locate(archive.location, archive.digest, tmp_path, cache)
     assert placed.read_bytes() == echo.read_bytes()
 
 
