@@ -174,6 +174,7 @@ def contained(
         "inference_address": f"http://[{EVERYWHERE}]:{port}",
         "management_address": "http://127.0.0.1:8081",
     }
+    settings["metrics_address"] = settings["metrics_address"].replace("//0.0.0.0:", "//[::]:")
     if not {"load_models", "model_snapshot"} & given.keys():
         settings["load_models"] = "all"
     if workers is not None:
