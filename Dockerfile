@@ -6,14 +6,17 @@ ARG BASE=python:3.11-slim-bookworm
 # hadolint ignore=DL3006
 FROM ${BASE} AS build
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
-ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore
+# Wheels get the time of SOURCE_DATE_EPOCH; 0 is before what a zip can say.
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_NO_COMPILE=1 PIP_ROOT_USER_ACTION=ignore \
+    PYTHONDONTWRITEBYTECODE=1 PYTHONHASHSEED=0 SOURCE_DATE_EPOCH=315532800
 WORKDIR /build
-RUN python -m venv /opt/modelyard
+RUN python -m venv --without-pip /opt/modelyard
 COPY requirements-server.lock requirements-torch.lock ./
-# A build of torch for CUDA names its libraries, exactly; what else it needs is there by then.
+# torch from TORCH_INDEX alone: where that cannot be reached, PyPI's build for CUDA must not come
+# instead. A build for CUDA names its libraries, exactly; what else it needs is there by then.
 RUN pip --python /opt/modelyard/bin/python install --only-binary :all: --no-deps \
         --require-hashes -r requirements-server.lock \
-    && pip --python /opt/modelyard/bin/python install --extra-index-url "${TORCH_INDEX}" \
+    && pip --python /opt/modelyard/bin/python install --index-url "${TORCH_INDEX}" \
         -r requirements-torch.lock
 # Each of these folders becomes a layer.
 RUN mkdir /torch /own \
@@ -33,6 +36,12 @@ RUN pip --python /opt/modelyard/bin/python wheel --no-deps --no-build-isolation 
         --wheel-dir /wheels ./client . \
     && pip install --no-deps --target /own /wheels/*.whl \
     && rm -rf /own/bin
+# With hashes in place of times, which builds and the copies below would change. Some packages bring
+# files for other versions of Python, which do not compile.
+RUN for folder in /torch /own /opt/modelyard/lib/python3.11/site-packages; do \
+        python -m compileall -qq --invalidation-mode unchecked-hash -s "$folder" \
+            -p /opt/modelyard/lib/python3.11/site-packages "$folder" || true; \
+    done
 
 # hadolint ignore=DL3006
 FROM ${BASE}
@@ -43,7 +52,7 @@ ENV PATH=/opt/modelyard/bin:$PATH \
     LANG=C.UTF-8 \
     PYTHONDONTWRITEBYTECODE=1 \
     PYTHONUNBUFFERED=1 \
-    MODELYARD_HOST=0.0.0.0 \
+    MODELYARD_HOST=:: \
     MODELYARD_MODEL_STORE=/models \
     MODELYARD_STATE_DIR=/state
 COPY --from=build /torch /opt/modelyard/lib/python3.11/site-packages
@@ -57,6 +66,7 @@ WORKDIR /tmp
 VOLUME /state
 EXPOSE 8080 8081 8082
 STOPSIGNAL SIGTERM
-HEALTHCHECK --interval=10s --start-period=120s --timeout=3s CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8080/health/ready', timeout=2)"]
+# Where the server says that it listens: by whatever port, and by TLS, whose names it need not have.
+HEALTHCHECK --interval=10s --start-period=120s --timeout=3s CMD ["python", "-c", "import json, os, ssl, urllib.request as u; url = json.load(open(os.environ['MODELYARD_STATE_DIR'] + '/server.json'))['inference']; u.build_opener(u.ProxyHandler({}), u.HTTPSHandler(context=ssl._create_unverified_context())).open(url + '/health/ready', timeout=2)"]
 ENTRYPOINT ["modelyard"]
 CMD ["serve", "start", "--foreground"]

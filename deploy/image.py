@@ -55,7 +55,7 @@ ENVIRONMENT = {
     "LANG": "C.UTF-8",
     "PYTHONDONTWRITEBYTECODE": "1",
     "PYTHONUNBUFFERED": "1",
-    "MODELYARD_HOST": "0.0.0.0",
+    "MODELYARD_HOST": "::",
     "MODELYARD_MODEL_STORE": "/models",
     "MODELYARD_STATE_DIR": "/state",
 }

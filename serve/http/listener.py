@@ -346,6 +346,8 @@ def bind(address: Address) -> tuple[socket.socket, Address]:
     if address.path is not None:
         return _bind_unix(address.path), address
     host, port = address.host, address.port
+    if host == "::" and not socket.has_dualstack_ipv6():
+        host = "0.0.0.0"  # every address that a kernel without IPv6 has
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # TCP_NODELAY reaches accepted connections only through a socket that names its protocol:
     # without it every keep-alive answer waits 40 ms for the client's delayed acknowledgement.

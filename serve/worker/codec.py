@@ -147,6 +147,8 @@ class Request:
         content_type = self._content_type
         media_type = content_type.partition(";")[0].strip() if content_type else ""
         form = media_type.lower()
+        if form == FORM and self._flags & wire.KSERVE:
+            media_type = form = JSON  # as `curl -d` sends it; KServe looks at no content type
         if form == MULTIPART:
             self._decode_multipart(body, read_json)
         elif form == FORM:

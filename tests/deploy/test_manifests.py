@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from modelyard.plugins.cluster.kserve.cli import DEFAULTS
 from modelyard.serve.dataplane.metrics import Metrics
 from modelyard.serve.settings import load_settings
 from tests.serve.collectors import text_of
@@ -89,6 +90,119 @@ def _strict(schema: Any) -> Any:
         strict.pop("type", None)
         strict.pop("pattern", None)
     return strict
+
+
+KNATIVE = read(Path(__file__).with_name("knative.yaml"))
+STANDARD = "serving.kserve.io/deploymentMode"
+OF_KNATIVE = [
+    each
+    for each in KSERVE
+    if read(each)["metadata"].get("annotations", {}).get(STANDARD) != "Standard"
+]
+
+
+def pods_of(manifest: Any) -> Iterator[Any]:
+    """Yield the specification of each pod that KServe hands to Knative."""
+    runtime = read(DEPLOY / "kserve" / "runtime.yaml")["spec"]
+    pod = {key: value for key, value in runtime.items() if key not in KNATIVE["runtime"]}
+    for component in manifest["spec"].values() if manifest["kind"] == "InferenceService" else [{}]:
+        own = {key: each for key, each in component.items() if key not in KNATIVE["component"]}
+        if "containers" in own:
+            yield own
+            continue
+        model = component.get("model", {})
+        container = {key: each for key, each in model.items() if key not in KNATIVE["model"]}
+        yield {**pod, **own, "containers": [{**pod["containers"][0], **container}]}
+
+
+def refusals(pod: Any) -> Iterator[str]:
+    """Yield what Knative's validation says of a pod."""
+
+    def only(kind: str, given: Any, place: str) -> Iterator[str]:
+        yield from (f"{place}.{key}" for key in given if key not in KNATIVE[kind])
+
+    yield from only("pod", pod, "spec")
+    if pod.get("automountServiceAccountToken"):
+        yield "spec.automountServiceAccountToken"
+    volumes = {each["name"] for each in pod.get("volumes", ())}
+    mounts = [each for one in pod["containers"] for each in one.get("volumeMounts", ())]
+    if volumes != {each["name"] for each in mounts}:
+        yield "spec.volumes: each is to be mounted, and each mount to have one"
+    for each in pod.get("volumes", ()):
+        yield from only("volume", each, "volumes")
+    for each in mounts:
+        yield from only("volumeMount", each, "volumeMounts")
+        if each["mountPath"] in KNATIVE["reserved paths"]:
+            yield f"volumeMounts: {each['mountPath']}"
+    ports = [each for one in pod["containers"] for each in one.get("ports", ())]
+    if len(ports) > 1:
+        yield "ports: one for all containers"
+    for each in ports:
+        yield from only("port", each, "ports")
+        if each.get("name", "http1") not in KNATIVE["port names"]:
+            yield f"ports: {each['name']}"
+        if each["containerPort"] in KNATIVE["reserved ports"]:
+            yield f"ports: {each['containerPort']}"
+    for one in pod["containers"]:
+        yield from only("container", one, "containers")
+        yield from only("resources", one.get("resources", {}), "resources")
+        context = one.get("securityContext", {})
+        yield from only("securityContext", context, "securityContext")
+        yield from only("capabilities", context.get("capabilities", {}), "capabilities")
+        if context.get("privileged"):
+            yield "securityContext.privileged"
+        for each in one.get("env", ()):
+            yield from only("env", each, "env")
+            if each["name"] in KNATIVE["reserved variables"]:
+                yield f"env: {each['name']}"
+            yield from (f"env.valueFrom.{key}" for key in each.get("valueFrom", ())
+                        if key not in ("configMapKeyRef", "secretKeyRef"))  # fmt: skip
+        for name in ("livenessProbe", "readinessProbe", "startupProbe"):
+            yield from only("probe", one.get(name, {}), name)
+
+
+@pytest.mark.parametrize("file", OF_KNATIVE, ids=lambda file: file.name)
+def test_knative_takes_them_by_its_own_validation(file: Path) -> None:
+    assert [list(refusals(pod)) for pod in pods_of(read(file))] in ([[]], [[], []])
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        ("terminationGracePeriodSeconds", 45),
+        ("nodeSelector", {"disk": "fast"}),
+        ("automountServiceAccountToken", True),
+        ("volumes", [{"name": "more", "hostPath": {"path": "/"}}]),
+        ("containers.0.lifecycle", {"preStop": {"sleep": {"seconds": 5}}}),
+        ("containers.0.ports", [{"containerPort": 8080}, {"containerPort": 7070}]),
+        ("containers.0.ports.0.name", "grpc"),
+        ("containers.0.ports.0.hostPort", 80),
+        ("containers.0.ports.0.containerPort", 8012),
+        ("containers.0.env", [{"name": "PORT", "value": "8080"}]),
+        ("containers.0.env.0.valueFrom", {"fieldRef": {"fieldPath": "metadata.name"}}),
+        ("containers.0.securityContext.privileged", True),
+        ("containers.0.securityContext.capabilities.add", ["NET_RAW"]),
+        ("containers.0.volumeMounts.0.mountPath", "/dev"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_knative_refuses_is_refused(place: str, value: Any) -> None:
+    (pod,) = copy.deepcopy(list(pods_of(read(DEPLOY / "kserve" / "runtime.yaml"))))
+    at = pod
+    *path, last = place.split(".")
+    for each in path:
+        at = at[int(each)] if each.isdecimal() else at[each]
+    at[last] = value
+    assert list(refusals(pod))
+
+
+def test_standard_pods_alone_say_how_long_they_may_take_to_end() -> None:
+    """All others drain within what Kubernetes gives by itself, 30 s."""
+    for file in set(KSERVE) - set(OF_KNATIVE):
+        pod = read(file)["spec"]["predictor"]
+        (drains,) = (int(each["value"]) for each in pod["model"]["env"])
+        assert 5 + drains < pod["terminationGracePeriodSeconds"]
+    assert DEFAULTS["drain_delay_s"] + DEFAULTS["drain_timeout_s"] < 30
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -20,18 +20,23 @@ from modelyard.serve.control.sizing import this_machine
 from modelyard.serve.errors import StartError
 from modelyard.serve.settings import ENV_PREFIX, Settings, load_settings
 
-EVERYWHERE = "0.0.0.0"
-"""A container is called from outside of it."""
+EVERYWHERE = "::"
+"""A container is called from outside of it, by IPv4, IPv6 or both."""
 PORT = 8080
 GRPC_PORT = 7070
 """TorchServe's, which KServe's own runtime has too."""
-DEFAULTS = {
+DEFAULTS: dict[str, Any] = {
     "host": EVERYWHERE,
     "auth": "management",
     "drain_delay_s": 5.0,
+    "drain_timeout_s": 20.0,
     "state_dir": Path("/tmp/modelyard"),
 }
-"""Settings of a server behind KServe's gateway, which knows no tokens of ours, in a pod."""
+"""Settings of a server behind KServe's gateway, which knows no tokens of ours, in a pod.
+
+Both times of draining fit into the 30 s that Kubernetes gives where a pod names none: with Knative
+it must not.
+"""
 
 kserve_app = typer.Typer(add_completion=False)
 
@@ -161,14 +166,15 @@ def contained(
         "disable_token_authorization": "true",
         "drain_delay_s": str(drain_delay_s),
         "grpc_inference_address": EVERYWHERE,
-        "metrics_address": f"http://{EVERYWHERE}:8082",
+        "metrics_address": f"http://[{EVERYWHERE}]:8082",
         "service_envelope": "kserve",
         "strict_start": "true",
         "ts_open_inference_protocol": "oip",
         **given,
-        "inference_address": f"http://{EVERYWHERE}:{port}",
+        "inference_address": f"http://[{EVERYWHERE}]:{port}",
         "management_address": "http://127.0.0.1:8081",
     }
+    settings["metrics_address"] = settings["metrics_address"].replace("//0.0.0.0:", "//[::]:")
     if not {"load_models", "model_snapshot"} & given.keys():
         settings["load_models"] = "all"
     if workers is not None:

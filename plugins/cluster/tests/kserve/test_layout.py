@@ -16,7 +16,7 @@ from modelyard.plugins.torchserve.properties import parse_properties
 from modelyard.serve.errors import StartError
 from tests.serve.live import build_archive, poll
 
-ANY_8082 = "http://0.0.0.0:8082"
+ANY_8082 = "http://[::]:8082"
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_torchserves_folders_are_served_by_the_drop_in_where_kserve_calls(folder
     assert find(folder) == TorchServes(config, folder / "model-store")
     given = parse_properties(config.read_text())
     found = contained(given, 8080, 5, 2)
-    assert found["inference_address"] == "http://0.0.0.0:8080"
+    assert found["inference_address"] == "http://[::]:8080"
     assert found["management_address"] == "http://127.0.0.1:8081"
     assert found["disable_token_authorization"] == "true"
     assert found["default_workers_per_model"] == "2"
@@ -112,7 +112,7 @@ def test_management_alone_asks_for_tokens_unless_a_variable_says_otherwise(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = own_settings(Archives(folder, ("ALL",)), 8080)
-    assert (settings.host, settings.auth, settings.port) == ("0.0.0.0", "management", 8080)
+    assert (settings.host, settings.auth, settings.port) == ("::", "management", 8080)
     assert not settings.asks_for_tokens
     monkeypatch.setenv("MODELYARD_AUTH", "always")
     assert own_settings(Archives(folder, ("ALL",)), 8080).asks_for_tokens

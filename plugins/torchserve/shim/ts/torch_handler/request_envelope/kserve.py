@@ -25,10 +25,8 @@ class KServeEnvelope(BaseEnvelope):
 
     def format_output(self, data: Any) -> list[dict[str, Any]]:
         """Return each request its own."""
-        key = "explanations" if self._is_explain() else "predictions"
+        is_explained = self.context and self.context.get_request_header(0, "explain") == "True"
+        key = "explanations" if is_explained else "predictions"
         if len(self.context.request_ids or ()) > 1:
             return [{key: rows} for rows in split(data, self._lengths)]
         return [{key: data}]
-
-    def _is_explain(self) -> bool:
-        return bool(self.context and self.context.get_request_header(0, "explain") == "True")

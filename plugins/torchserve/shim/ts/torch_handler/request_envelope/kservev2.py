@@ -12,8 +12,8 @@ from ts.torch_handler.request_envelope.base import BaseEnvelope, document, split
 class KServev2Envelope(BaseEnvelope):
     """The handler gets the inputs of all requests, as dicts, and gives one output for each.
 
-    `data` of an input is nested by its `shape`; of BYTES only the first element counts. An output
-    has the name of its input, and flat data.
+    `data` of an input is nested by its `shape`; of BYTES the text, or the first of several, counts.
+    An output has the name of its input, and flat data.
     """
 
     takes_tensors = True
@@ -54,7 +54,7 @@ def _id_of(request: Mapping[str, Any]) -> str | None:
 def _shaped(one: Mapping[str, Any]) -> dict[str, Any]:
     data = one["data"]
     if one["datatype"] == "BYTES":
-        return {**one, "data": data[0]}
+        return {**one, "data": data if isinstance(data, str) else data[0]}
     return {**one, "data": np.array(data).reshape(one["shape"]).tolist()}
 
 
