@@ -23,7 +23,7 @@ from modelyard.serve.http.connection import RequestResponseCycle
 from modelyard.serve.settings import what_is_wrong
 
 Message = MutableMapping[str, Any]
-READ = "/v2/repository/"
+READ = "/v2/"
 """Paths whose routes read bodies."""
 _SHOWN = 200
 """Characters of a path, in messages."""
