@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from modelyard_client.options import ExplainOptions
     from modelyard_client.retries import Request, Retries
     from modelyard_client.synchronous import Client
+    from modelyard_client.tensors import Outputs
 else:
     _MODULES = {
         "asynchronous": ("AsyncClient",),
@@ -28,6 +29,7 @@ else:
         "options": ("ExplainOptions",),
         "retries": ("Request", "Retries"),
         "synchronous": ("Client",),
+        "tensors": ("Outputs",),
     }
     _PLACES = {name: module for module, names in _MODULES.items() for name in names}
 
@@ -47,6 +49,7 @@ __all__ = [
     "Explanation",
     "NoAnswer",
     "NotTrusted",
+    "Outputs",
     "Request",
     "RequestFailed",
     "Retries",

@@ -22,7 +22,7 @@ from modelyard_client.options import ExplainOptions
 from modelyard_client.retries import Answer, Attempt, Flow, Pause, Retries
 
 if TYPE_CHECKING:
-    from modelyard_client.tensors import Arrays
+    from modelyard_client.tensors import Arrays, Outputs
 
 T = TypeVar("T")
 
@@ -141,8 +141,10 @@ class AsyncClient:
 
     async def infer(
         self, model: str, inputs: Arrays, *, outputs: list[str] | None = None
-    ) -> dict[str, Any]:
+    ) -> Outputs:
         """Return a model's own outputs for its own inputs, numpy arrays by name, sent as bytes.
+
+        They are a dict that has the `version` and the `request_id`, too.
 
         Args:
             model: NAME or NAME/VERSION.

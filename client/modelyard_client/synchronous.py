@@ -23,7 +23,7 @@ from modelyard_client.options import ExplainOptions
 from modelyard_client.retries import Answer, Attempt, Flow, Pause, Retries
 
 if TYPE_CHECKING:
-    from modelyard_client.tensors import Arrays
+    from modelyard_client.tensors import Arrays, Outputs
 
 T = TypeVar("T")
 
@@ -140,10 +140,10 @@ class Client:
         """
         return self.run(self.calls.explain(model, body, content_type, options))
 
-    def infer(
-        self, model: str, inputs: Arrays, *, outputs: list[str] | None = None
-    ) -> dict[str, Any]:
+    def infer(self, model: str, inputs: Arrays, *, outputs: list[str] | None = None) -> Outputs:
         """Return a model's own outputs for its own inputs, numpy arrays by name, sent as bytes.
+
+        They are a dict that has the `version` and the `request_id`, too.
 
         Args:
             model: NAME or NAME/VERSION.

@@ -78,8 +78,17 @@ def _as_bytes(array: NDArray[Any]) -> NDArray[Any]:
     return found
 
 
-def read_outputs(answer: Answer) -> dict[str, NDArray[Any]]:
-    """Return a model's outputs by name; BF16 as float32, BYTES as an array of bytes.
+class Outputs(dict[str, "NDArray[Any]"]):
+    """A model's outputs by name; BF16 as float32, BYTES as an array of bytes."""
+
+    version = ""
+    """The version of the model that answered; empty where the server does not say."""
+    request_id = ""
+    """The id by which the server's log knows the request."""
+
+
+def read_outputs(answer: Answer) -> Outputs:
+    """Return a model's outputs.
 
     Raises:
         BadAnswer: it is not an answer of the protocol, or its bytes are not those that it states.
@@ -90,7 +99,8 @@ def read_outputs(answer: Answer) -> dict[str, NDArray[Any]]:
             raise ValueError(f"{LENGTH_HEADER} is {length}, of {len(answer.body)} bytes")
         head = orjson.loads(answer.body[:length])
         tail = memoryview(answer.body)[length:]
-        outputs: dict[str, NDArray[Any]] = {}
+        outputs = Outputs()
+        outputs.version, outputs.request_id = answer.version, answer.request_id
         at = 0
         for each in head["outputs"]:
             size = each["parameters"]["binary_data_size"]
