@@ -100,19 +100,15 @@ class Triton(Face):
                 for name, each in found.items()
             }
 
-        async def setting_of(model: ModelName, request: Request) -> dict[str, Any]:
-            """The state; nothing can be changed by this route."""
-            return await setting(request)
-
-        for path, summary, call in (
-            ("/trace/setting", "Settings of traces", setting),
-            ("/models/{model}/trace/setting", "Settings of a model's traces", setting_of),
-            ("/logging", "Settings of logs", setting),
+        for path, summary in (
+            ("/trace/setting", "Settings of traces"),
+            ("/models/{model}/trace/setting", "Settings of a model's traces"),
+            ("/logging", "Settings of logs"),
         ):
             for method in ("GET", "POST"):
                 name = f"{method.lower()} {summary}"
                 router.add_api_route(
-                    path, call, methods=[method], summary=summary, name=name,
+                    path, setting, methods=[method], summary=summary, name=name,
                     responses=error_responses(403),
                 )  # fmt: skip
 

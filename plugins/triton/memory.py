@@ -87,10 +87,7 @@ class Place(NamedTuple):
     def read(self) -> bytes:
         """Return what is there."""
         self.check(self.byte_size)
-        found = os.pread(self.region.file.number, self.byte_size, self.start)
-        if len(found) < self.byte_size:
-            raise BadRequest(f'shared memory region "{self.region.name}" was cut short')
-        return found
+        return os.pread(self.region.file.number, self.byte_size, self.start)
 
     def write(self, data: Buffer, name: str) -> None:
         """Put a tensor there."""
@@ -101,8 +98,7 @@ class Place(NamedTuple):
                 f'"{self.region.name}" has {self.byte_size}'
             )
         self.check(size)
-        if os.pwrite(self.region.file.number, data, self.start) < size:
-            raise BadRequest(f'shared memory region "{self.region.name}" has no room')
+        os.pwrite(self.region.file.number, data, self.start)
 
 
 class Regions:
