@@ -39,6 +39,7 @@ from modelyard.serve.http.application import (
 )
 from modelyard.serve.http.connection import Accepts, Access
 from modelyard.serve.http.listener import Listener, Tls
+from modelyard.serve.http.quotas import Quotas
 from modelyard.serve.http.site import Cors, SiteCheck
 from modelyard.serve.http.tokens import Grants, make_grant, parse_grants, read_token_file
 from modelyard.serve.http.watched import Watched
@@ -100,7 +101,11 @@ def create_server(
     observers = make_observers(Host(lifecycle, metrics, answers, None if is_never else grants))
     tracing = open_tracing(os.environ) if settings.tracing else None
     client = clients_check(right_of, (*OPEN_PATHS, *DOCS_PATHS))
-    front = Front(registry, metrics, state, tracing=tracing, check_right=client.check_right)
+    take_quota = None
+    if of_clients is not None and (settings.tokens or settings.token_file):
+        take_quota = Quotas(of_clients, *settings.quota_place).take
+    front = Front(registry, metrics, state, tracing=tracing, check_right=client.check_right,
+                  take_quota=take_quota)  # fmt: skip
     calls = Calls(front, answers, hides_tokens=of_clients is not None)
     operator = operators_check(lambda _: "manage", DOCS_PATHS)
     check: Check = client

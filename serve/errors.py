@@ -26,6 +26,7 @@
     ├── TooManyAttempts       wrong tokens, one after the other
     ├── Unavailable           no worker can take the request now
     │   ├── QueueFull
+    │   ├── QuotaUsed         the token has asked as much as it may
     │   ├── TooLate           an answer is not to be expected within the request's time
     │   └── Draining
     ├── DeadlinePassed
@@ -246,6 +247,10 @@ class TooLate(Unavailable):
     """An answer is not to be expected within the request's time, so it is not worth the work."""
 
 
+class QuotaUsed(Unavailable):
+    """The token of the request has asked as much as it may for now."""
+
+
 class Draining(Unavailable):
     """The server or the model version is being stopped."""
 
@@ -337,6 +342,7 @@ STATUS: dict[type[Exception], tuple[int, str]] = {
     Forbidden: (403, "ForbiddenException"),
     TooManyAttempts: (429, "TooManyRequestsException"),
     Unavailable: (503, "ServiceUnavailableException"),
+    QuotaUsed: (429, "TooManyRequestsException"),
     DeadlinePassed: (504, "RequestTimeoutException"),
     WorkerDied: (500, "InternalServerException"),
     WorkerKilled: (507, "InternalServerException"),

@@ -387,6 +387,11 @@ class Settings(BaseModel):
         )
 
     @property
+    def quota_place(self) -> tuple[Path, int]:
+        """Folder of what tokens have used of their quotas, and this server's number in it."""
+        return self.state_dir / "quotas", 0
+
+    @property
     def is_loopback(self) -> bool:
         """Whether only this machine can reach the inference API."""
         return self.addresses[0].is_loopback

@@ -126,6 +126,7 @@ async def ask(
     """
     reply = RpcReply(front, rpc, target, headers)
     rpc.is_counted = True
+    rpc.let_go()  # of the request before it
     timeout_s = rpc.timeout_s if asked is None else min(rpc.timeout_s, asked.timeout_s)
     priority = NORMAL if asked is None else asked.priority
     try:
@@ -144,6 +145,11 @@ async def ask(
     except asyncio.CancelledError:
         rpc.has_left = True
         raise
+    except Exception:
+        rpc.let_go()
+        raise
+    if not isinstance(answer.body, Stream):
+        rpc.let_go()
     if answer.note is not None:
         rpc.outcome = answer.note.outcome
     return answer

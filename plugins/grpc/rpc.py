@@ -26,7 +26,7 @@ from modelyard.serve.dataplane.budget import AnswerBudget
 from modelyard.serve.dataplane.tracing import trace_id_of
 from modelyard.serve.dataplane.wire import VERSION_HEADER
 from modelyard.serve.errors import ServeError, StartError, Unavailable, error_body, http_status
-from modelyard.serve.front.begin import Headers, Served, request_id
+from modelyard.serve.front.begin import Headers, Release, Served, request_id
 from modelyard.serve.front.face import Face
 from modelyard.serve.http.application import Check
 from modelyard.serve.http.connection import LEFT, Access, Answered
@@ -118,7 +118,7 @@ class Rpc:
 
     __slots__ = (
         *("_held", "_services", "began", "code", "context", "has_left", "headers", "id"),
-        *("is_counted", "method", "outcome", "sent", "served", "timeout_s", "trace_id"),
+        *("is_counted", "method", "outcome", "release", "sent", "served", "timeout_s", "trace_id"),
     )
 
     def __init__(self, services: Services, method: str, metadata: Any) -> None:
@@ -137,6 +137,13 @@ class Rpc:
         self.timeout_s = math.inf
         self.trace_id = self.outcome = ""
         self.sent = 0
+        self.release: Release | None = None
+
+    def let_go(self) -> None:
+        """Count no more among what its token has at once."""
+        if self.release is not None:
+            self.release()
+            self.release = None
 
     def is_left(self) -> bool:
         """Return whether nobody waits for the answer any more."""
@@ -327,6 +334,7 @@ class Services(grpc.GenericRpcHandler):  # type: ignore[misc]
     def _end(self, rpc: Rpc) -> None:
         rpc.has_left = True
         rpc.hold(0)
+        rpc.let_go()
         if self._access is not None:
             self._access(
                 Answered(

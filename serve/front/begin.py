@@ -46,6 +46,8 @@ Fields = Sequence[tuple[bytes, bytes]]
 Served = tuple[str, str] | None
 """Model and version that a request reached."""
 Submit = Callable[[Sequence[Buffer]], None]
+Release = Callable[[], None]
+"""Called once, at the end of a request that counted until then."""
 CheckRight = Callable[[str, Headers], None]
 """Called with a right and a request's headers; raises Forbidden unless it may do that too."""
 
@@ -82,6 +84,8 @@ class Asked(Protocol):
     headers: Headers
     served: Served
     trace_id: str
+    release: Release | None
+    """Called at its end: it counts no more among those that its token has at once."""
 
     def is_left(self) -> bool:
         """Return whether nobody waits for the answer any more."""
@@ -121,6 +125,8 @@ class Front:
         rephrase: returns the dialect's error for one of ours, given the target's path.
         tracing: what traces requests; None where nobody asked for that.
         check_right: whether a request may have high priority, the right `priority`.
+        take_quota: counts a request among those of its token; raises QuotaUsed where it is one too
+            many. None: nothing limits them.
     """
 
     def __init__(
@@ -131,6 +137,7 @@ class Front:
         rephrase: Callable[[Exception, list[str]], Exception] = lambda error, path: error,
         tracing: Tracing | None = None,
         check_right: CheckRight = let_everybody,
+        take_quota: Callable[[Headers], Release | None] | None = None,
     ) -> None:
         self.registry = registry
         self.state = state
@@ -140,6 +147,7 @@ class Front:
         self.extensions = Extensions()
         self._unrouted = metrics["unrouted_requests"]
         self._check_right = check_right
+        self._take_quota = take_quota
 
     def begin(
         self,
@@ -189,6 +197,8 @@ class Front:
                 model.batchers[PREDICT].check(
                     timeout_s, must_fit, monotonic(), waited_s, priority=priority
                 )
+            if self._take_quota is not None:
+                asked.release = self._take_quota(asked.headers)
         except (
             errors.BadRequest,
             errors.Forbidden,

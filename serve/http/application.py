@@ -23,7 +23,7 @@ from modelyard.serve.front.begin import REQUEST_ID, Fields, Headers, ServerState
 from modelyard.serve.http.connection import BODILESS, Answer, RequestResponseCycle, write_head
 from modelyard.serve.http.heads import Refusal
 from modelyard.serve.http.site import Cors
-from modelyard.serve.http.tokens import ACTOR, Grants, find_grant, why_checked
+from modelyard.serve.http.tokens import ACTOR, Grants, bearer_tokens, find_grant, why_checked
 
 logger = logging.getLogger(__name__)
 
@@ -104,15 +104,13 @@ class TokenCheck:
         if self._grants is None or (self._is_open and not why):
             return
         unfit = None
-        for name, value in headers:
-            scheme, _, token = value.partition(b" ")
-            if name == b"authorization" and scheme.lower() == b"bearer":
-                grant = find_grant(self._grants(), token.lstrip(b" "))
-                if grant is not None and (right is None or right in grant.rights):
-                    if right == "manage":
-                        ACTOR.set(grant.name)
-                    return
-                unfit = unfit or grant
+        for token in bearer_tokens(headers):
+            grant = find_grant(self._grants(), token)
+            if grant is not None and (right is None or right in grant.rights):
+                if right == "manage":
+                    ACTOR.set(grant.name)
+                return
+            unfit = unfit or grant
         if unfit is not None:
             raise errors.Forbidden(
                 f"the token {unfit.name!r} may {', '.join(sorted(unfit.rights))}; this needs one "

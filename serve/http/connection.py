@@ -22,7 +22,7 @@ from urllib.parse import unquote
 from modelyard.serve import errors
 from modelyard.serve.dataplane.tracing import trace_id_of
 from modelyard.serve.dataplane.wire import Buffer, Payload
-from modelyard.serve.front.begin import BAD_NAME, BAD_VALUE, Served
+from modelyard.serve.front.begin import BAD_NAME, BAD_VALUE, Release, Served
 from modelyard.serve.front.begin import Headers as Headers
 from modelyard.serve.http.heads import END, Again, Head, Heads, Refusal
 
@@ -211,6 +211,7 @@ class RequestResponseCycle:
     served: Served = None
     trace_id = ""
     outcome = ""
+    release: Release | None = None
     is_logged = False
     task: asyncio.Task[None]
     _then: Callable[[Sequence[Buffer]], None] | None = None
@@ -292,8 +293,15 @@ class RequestResponseCycle:
         """Note that nobody waits for the answer any more."""
         self.has_left = True
         self._then = None
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Count it no more among what is held, and what its token has at once."""
         if self._counted:
             self._count_body(0)
+        if self.release is not None:
+            self.release()
+            self.release = None
 
     # -- the answer ------------------------------------------------------------------------------
 
@@ -424,8 +432,8 @@ class RequestResponseCycle:
         self.is_complete = True
         if self.connection.access is not None:
             self.log(self.status)
-        if self._counted:
-            self._count_body(0)
+        if self._counted or self.release is not None:
+            self.let_go()
         self.connection.answered(self)
 
     def log(self, status: int) -> None:
@@ -930,6 +938,7 @@ class Connection(asyncio.Protocol):
             elif not reading.is_complete:
                 self._queue.remove(reading)
             if reading.is_started:
+                reading.let_go()
                 self.phase = BODY
                 self._end()
                 return
@@ -951,6 +960,7 @@ class Connection(asyncio.Protocol):
         self.transport.write(answer)
         if cycle is not None:
             cycle.sent = len(body)
+            cycle.leave()
             cycle.log(status)
         self.phase = BODY
         self._end()

@@ -1,7 +1,7 @@
-"""Tokens that outlive a start: each a name, its rights and a hash, on one line.
+"""Tokens that outlive a start: each a name, its rights and a hash, on one line, and its quota.
 
-    # name   rights            hash
-    app      predict,explain   sha256:5e884898da28…
+    # name   rights            hash                  requests a second, and at once
+    app      predict,explain   sha256:5e884898da28…  rate=50 concurrent=8
 
 The token itself is written nowhere. It has 256 random bits, or 32 characters at least of whoever
 chose it, so that one round of SHA-256 hides it as well as many would.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import re
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +34,8 @@ PROXIES = frozenset(
 """Headers, beside `X-Forwarded-…`, by which proxies say that the request is another's."""
 _NAME = re.compile(r"[\w.-]{1,128}", re.ASCII)
 _HASH = re.compile(r"sha256:[0-9a-f]{64}")
+_NUMBER = re.compile(r"\d{1,9}(\.\d{1,9})?", re.ASCII)
+QUOTAS = ("rate", "concurrent")
 _TOKEN = re.compile(r"[\x21-\x7e]+")
 
 
@@ -45,11 +47,17 @@ class Grant:
     """Name for logs and messages; two tokens may share one while one takes the other's place."""
     rights: frozenset[str]
     digest: bytes
+    rate: float = 0
+    """Requests a second for a model's answer that it may send; 0: any number."""
+    at_once: int = 0
+    """The same at once."""
 
     def __str__(self) -> str:
         """Return its line."""
         rights = ",".join(right for right in RIGHTS if right in self.rights)
-        return f"{self.name} {rights} sha256:{self.digest.hex()}"
+        rate = f" rate={self.rate:g}" if self.rate else ""
+        at_once = f" concurrent={self.at_once}" if self.at_once else ""
+        return f"{self.name} {rights} sha256:{self.digest.hex()}{rate}{at_once}"
 
 
 Grants = Callable[[], Sequence[Grant]]
@@ -61,18 +69,21 @@ def digest_of(token: bytes) -> bytes:
     return hashlib.sha256(token).digest()
 
 
-def make_grant(name: str, rights: str, token: str) -> Grant:
+def make_grant(name: str, rights: str, token: str, quota: Iterable[str] = ()) -> Grant:
     """Return what stands for a token; the rights are separated by commas.
 
+    Args:
+        quota: `rate=NUMBER`, `concurrent=NUMBER`, or one of them.
+
     Raises:
-        ValueError: the name, a right or the token is not one; says what is expected.
+        ValueError: the name, a right, the token or a quota is not one; says what is expected.
     """
     if len(token) < LEAST_CHARACTERS or not _TOKEN.fullmatch(token):
         raise ValueError(
             f"a token has {LEAST_CHARACTERS} characters or more, visible ones of ASCII; without "
             "--stdin one is made"
         )
-    return _grant(name, rights, digest_of(token.encode()))
+    return _grant(name, rights, digest_of(token.encode()), quota)
 
 
 def parse_grant(line: str) -> Grant:
@@ -82,25 +93,37 @@ def parse_grant(line: str) -> Grant:
         ValueError: it is not one; says what is expected, and shows nothing that may be a token.
     """
     words = line.split()
-    if len(words) != 3:
+    if len(words) < 3:
         raise ValueError(f"{len(words)} words; expected name, rights and hash")
-    name, rights, hash = words
+    name, rights, hash, *quota = words
     if not _HASH.fullmatch(hash):
         raise ValueError(
             "the third word is not sha256: and 64 hexadecimal digits; tokens themselves are not "
             "kept, `modelyard token new --stdin` writes the line of one"
         )
-    return _grant(name, rights, bytes.fromhex(hash.removeprefix("sha256:")))
+    return _grant(name, rights, bytes.fromhex(hash.removeprefix("sha256:")), quota)
 
 
-def _grant(name: str, rights: str, digest: bytes) -> Grant:
+def _grant(name: str, rights: str, digest: bytes, quota: Iterable[str]) -> Grant:
     if not _NAME.fullmatch(name):
         raise ValueError(f"{name!a} is not a name; expected letters, digits, '_', '.' or '-'")
     given = rights.split(",")
     for right in given:
         if right not in RIGHTS:
             raise ValueError(f"{right!r} is not a right; expected some of {','.join(RIGHTS)}")
-    return Grant(name, frozenset(given), digest)
+    limits: dict[str, float] = {}
+    for word in quota:
+        key, _, value = word.partition("=")
+        if not _NUMBER.fullmatch(value) or key not in QUOTAS or key in limits or not float(value):
+            raise ValueError(
+                f"{word[:40]!a} is not a quota; expected rate=REQUESTS_A_SECOND and "
+                "concurrent=REQUESTS, each at most once and more than 0"
+            )
+        limits[key] = float(value)
+    at_once = limits.get("concurrent", 0)
+    if at_once != int(at_once):
+        raise ValueError(f"concurrent={at_once:g} is not a whole number")
+    return Grant(name, frozenset(given), digest, limits.get("rate", 0), int(at_once))
 
 
 def parse_grants(lines: Iterable[str]) -> tuple[Grant, ...]:
@@ -138,6 +161,14 @@ def read_token_file(file: Path) -> tuple[Grant, ...]:
         raise StartError(f"cannot read the token file {file}: {error.strerror}") from error
     except ValueError as error:
         raise StartError(f"the token file {file}: {error}") from error
+
+
+def bearer_tokens(headers: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
+    """Yield the tokens that a request shows."""
+    for name, value in headers:
+        scheme, _, token = value.partition(b" ")
+        if name == b"authorization" and scheme.lower() == b"bearer":
+            yield token.lstrip(b" ")
 
 
 def find_grant(grants: Sequence[Grant], token: bytes) -> Grant | None:

@@ -36,6 +36,12 @@ def new(
     file: Annotated[
         Path | None, typer.Option(help="Add the line to this token file, made if need be.")
     ] = None,
+    rate: Annotated[
+        float | None, typer.Option(help="Requests a second for answers that it may send.")
+    ] = None,
+    concurrent: Annotated[
+        int | None, typer.Option(help="Such requests that it may have at once.")
+    ] = None,
     stdin: Annotated[
         bool, typer.Option("--stdin", help="Take the token from standard input; make none.")
     ] = False,
@@ -47,10 +53,12 @@ def new(
 
     Example: modelyard token new app --rights predict,explain --file tokens.txt
     """
+    quota = {"rate": rate and f"{rate:.9f}", "concurrent": concurrent}
+    words = [f"{name}={value}" for name, value in quota.items() if value is not None]
     token = sys.stdin.read().strip() if stdin else secrets.token_urlsafe(32)
     with known_errors():
         try:
-            line = str(make_grant(name, rights, token))
+            line = str(make_grant(name, rights, token, words))
         except ValueError as error:
             raise WrongUsage(str(error)) from error
         if file is not None:
@@ -75,14 +83,23 @@ def list_tokens(file: TokenFileArgument, json_output: JsonOption = False) -> Non
     if json_output:
         out.print_json(
             data=[
-                {"name": g.name, "rights": sorted(g.rights), "sha256": g.digest.hex()}
+                {
+                    "name": g.name,
+                    "rights": sorted(g.rights),
+                    "sha256": g.digest.hex(),
+                    "rate": g.rate or None,
+                    "concurrent": g.at_once or None,
+                }
                 for g in grants
             ]
         )
         return
-    table = plain_table(("name", "left"), ("rights", "left"), ("sha256", "left"))
+    table = plain_table(("name", "left"), ("rights", "left"), ("sha256", "left"),
+                        ("a second", "right"), ("at once", "right"))  # fmt: skip
     for grant in grants:
-        table.add_row(grant.name, " ".join(sorted(grant.rights)), f"{grant.digest.hex()[:12]}…")
+        rate, at_once = f"{grant.rate:g}" if grant.rate else "", str(grant.at_once or "")
+        digest = f"{grant.digest.hex()[:12]}…"
+        table.add_row(grant.name, " ".join(sorted(grant.rights)), digest, rate, at_once)
     out.print(table)
 
 

@@ -12,7 +12,7 @@ from modelyard.serve.control.registry import Registry
 from modelyard.serve.dataplane.call import PREDICT, Call, Target
 from modelyard.serve.dataplane.metrics import Metrics, VersionMetrics
 from modelyard.serve.errors import TooLate
-from modelyard.serve.front.begin import AwaitedReply, Front, ServerState
+from modelyard.serve.front.begin import AwaitedReply, Front, Release, ServerState
 from tests.serve.test_batcher import Engine, make
 
 
@@ -23,6 +23,7 @@ class Asked:
     headers: list[tuple[bytes, bytes]] = []  # noqa: RUF012 - as the protocol of requests has it
     served: tuple[str, str] | None = None
     trace_id = ""
+    release: Release | None = None
 
     def is_left(self) -> bool:
         return False

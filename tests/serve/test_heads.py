@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import random
 import time
 from collections.abc import Sequence
@@ -22,7 +23,18 @@ from modelyard.serve.http.heads import (
     Heads,
     Refusal,
 )
-from tests.serve.test_connection import CLOSE, HOST, SETTINGS, Answers, Served, chunked, get, post
+from tests.serve.test_connection import (
+    CLOSE,
+    HOST,
+    SETTINGS,
+    Answers,
+    Served,
+    chunked,
+    get,
+    post,
+    run,
+    until,
+)
 
 KNOWN = post(b"/e", b"abc")
 ID, TRACE = b"X-Request-ID: %b\r\n", b"traceparent: 00-%032d-%016d-01\r\n"
@@ -207,7 +219,7 @@ def test_a_refusal_holds_for_a_moment_and_for_those_who_waited_as_long() -> None
     head = Head("POST", "/e", b"/e", b"", [], [], b"", 3)
     assert head.find_refusal(1.0) is None
     now = time.monotonic()
-    for until, is_so, waited_s, is_refused in (
+    for end, is_so, waited_s, is_refused in (
         (now + 60, True, 0.2, True),
         (now + 60, True, 0.1, False),
         (now + 60, False, 0.2, False),
@@ -216,6 +228,29 @@ def test_a_refusal_holds_for_a_moment_and_for_those_who_waited_as_long() -> None
         (now - 0.1, False, 0.5, False),
         (now - HOPELESS_HOLDS_S, False, 0.6, False),
     ):
-        again = Again(0.2, until, 0.6, lambda is_so=is_so: is_so, lambda: False, lambda: None)  # type: ignore[misc]
+        again = Again(0.2, end, 0.6, lambda is_so=is_so: is_so, lambda: False, lambda: None)  # type: ignore[misc]
         head.memo.refusal = Refusal(again, lambda headers: "", [b""], 503, 0, True, None)
-        assert (head.find_refusal(waited_s) is not None) is is_refused, (until - now, waited_s)
+        assert (head.find_refusal(waited_s) is not None) is is_refused, (end - now, waited_s)
+
+
+@pytest.mark.parametrize("is_short", (True, False))
+def test_who_is_wanted_by_idle_workers_is_taken_in_a_turn_without_time(is_short: bool) -> None:
+    class Other:
+        def take_put_off(self) -> None:
+            """Only have waited before."""
+
+    async def scenario(served: Served) -> None:
+        for _ in "12":  # the host is known from the second on
+            assert b"abc" in await served.exchange([KNOWN], 1)
+        again = Again(1.0, 0.0, math.inf, lambda: False, lambda: is_short, lambda: None)
+        (head,) = served.listener.heads.values()
+        refusal = Refusal(again, lambda headers: "", [b""], 503, 0, True, None)
+        served.listener.heads.refuse(head, refusal)
+        _, writer, connection = await served.open()
+        served.listener.turns.put_off(Other())
+        connection.data_received(KNOWN)
+        assert len(served.app.cycles) == 2 + is_short
+        writer.close()
+        await until(lambda: len(served.app.cycles) == 3)  # it has its turn, wanted or not
+
+    run(scenario)

@@ -23,6 +23,11 @@ class OneOf(Settings):
     """Folder of the Unix sockets by which the parent speaks to it; a short path."""
 
     @property
+    def quota_place(self) -> tuple[Path, int]:
+        """Folder of what tokens have used, which is that of all, and the number of this server."""
+        return self.state_dir.parents[1] / "quotas", int(self.state_dir.name)
+
+    @property
     def addresses(self) -> tuple[Address, Address, Address]:
         """Where it listens; the ports of the last two are the parent's, for documentation."""
         inference, management, metrics = super().addresses

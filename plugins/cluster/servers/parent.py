@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import socket
 import sys
 import tempfile
@@ -59,6 +60,7 @@ async def serve_several(settings: Settings, state: StateDir, report: Report) -> 
     logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each request
     measures = check_machine(settings)
     walls = {each.name: {"status": each.status, "found": each.found} for each in measures}
+    shutil.rmtree(settings.quota_place[0], ignore_errors=True)
     keys, stop, drain = make_keys(state.key_file), StopSignals(), ServerState()
     with tempfile.TemporaryDirectory(prefix="modelyard-") as sockets, reserved(settings) as port:
         settings = settings.model_copy(update={"port": port})

@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from modelyard.archiver import write_archive
 from modelyard.plugins.grpc import health, oip
 from modelyard.plugins.grpc.protos import message
-from tests.serve.live import LiveServer, build_archive, poll
+from modelyard.serve.http.tokens import make_grant
+from tests.serve.live import LiveServer, build_archive, make_notes_folder, poll, running
 from tests.serve.test_let_in import WRONG
 from tests.serve.test_operating import HOST, TOKENS, lines_of, operating
 from tests.serve.test_server import attach, server_file
@@ -240,3 +243,41 @@ def test_every_method_takes_its_tokens_alone_and_a_proxy_is_not_this_machine(
                         wanted = "" if own[right] == whose else "PERMISSION_DENIED"
                     code = outcome(channel, method, {**metadata, **proxy})
                     assert (code if code in refusals else "") == wanted, (method, metadata, proxy)
+
+
+def test_a_token_has_one_quota_for_both(tmp_path: Path) -> None:
+    for behaviour in ("slow", "streamer"):
+        build_archive(tmp_path, behaviour)
+    tokens, key = tmp_path / "tokens.txt", TOKENS["app"]
+    tokens.write_text(f"{make_grant('app', 'predict', key, ['concurrent=1'])}\n")
+    arguments = ("--models=ALL", f"--token-file={tokens}")
+    with running(tmp_path / "state", tmp_path, *arguments) as server:
+        request = message("inference.ModelInferRequest")(model_name="streamer")
+        request.inputs.add(name="body", shape=[1], datatype="BYTES")
+        request.raw_input_contents.append(b"\7\0\0\0count 1")
+        go, auth = make_notes_folder() / "go", {"authorization": f"Bearer {key}"}
+
+        def ask() -> Any:
+            """Return the messages of a stream in which the request comes three times."""
+            with grpc.insecure_channel(server.grpc) as channel:
+                method = channel.stream_stream(
+                    f"{SERVICE}ModelStreamInfer", lambda m: m.SerializeToString(),
+                    message("inference.ModelStreamInferResponse").FromString,
+                )  # fmt: skip
+                metadata = list(auth.items())
+                return list(method(iter([request] * 3), timeout=60, metadata=metadata))
+
+        def post(model: str, body: str) -> int:
+            url = f"{server.about['inference']}/predictions/{model}"
+            return httpx.post(url, content=body, headers=auth, timeout=60).status_code
+
+        with ThreadPoolExecutor(1) as pool:
+            slow = pool.submit(post, "slow", str(go))
+            poll(lambda: post("streamer", "count 1") == 429, "one is under way")
+            assert [each.error_message for each in ask()] == [
+                "the token app may have 1 at once"
+            ] * 3
+            go.touch()
+            assert slow.result() == 200
+        assert not any(each.error_message for each in ask())
+        assert post("streamer", "count 1") == 202
