@@ -22,7 +22,7 @@ HTTP, GRPC, TOKEN = sys.argv[1:]
 OPERATOR = {"authorization": f"Bearer {TOKEN}"}
 IMAGE = np.random.default_rng(7).random((2, 1, 8, 8)).astype(np.float32)
 LOOP = asyncio.new_event_loop()
-CLIENTS = {
+CLIENTS: dict[str, tuple[Any, Any]] = {
     "http": (by_http, lambda: by_http.InferenceServerClient(HTTP)),
     "grpc": (by_grpc, lambda: by_grpc.InferenceServerClient(GRPC)),
     "http.aio": (by_http, lambda: by_http_aio.InferenceServerClient(HTTP)),

@@ -267,7 +267,10 @@ def test_files_that_are_refused(
     file = region("file", bytes(16))
     if key in ("LINK", "PIPE"):
         file.unlink()
-        _ = file.symlink_to("/etc/passwd") if key == "LINK" else os.mkfifo(file)
+        if key == "LINK":
+            file.symlink_to("/etc/passwd")
+        else:
+            os.mkfifo(file)
     if key == "OTHERS":
         if os.geteuid():
             pytest.skip("only root can give a file away")
