@@ -18,18 +18,16 @@ if TYPE_CHECKING:
     )
     from modelyard_client.explanation import Explanation
     from modelyard_client.options import ExplainOptions
-    from modelyard_client.retries import Request, Retries
+    from modelyard_client.retries import Outputs, Request, Retries
     from modelyard_client.synchronous import Client
-    from modelyard_client.tensors import Outputs
 else:
     _MODULES = {
         "asynchronous": ("AsyncClient",),
         "errors": ("BadAnswer", "ClientError", "NoAnswer", "NotTrusted", "RequestFailed"),
         "explanation": ("Explanation",),
         "options": ("ExplainOptions",),
-        "retries": ("Request", "Retries"),
+        "retries": ("Outputs", "Request", "Retries"),
         "synchronous": ("Client",),
-        "tensors": ("Outputs",),
     }
     _PLACES = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -19,10 +19,10 @@ from modelyard_client.connection import Connection, answer_of, is_left_open, run
 from modelyard_client.errors import BadAnswer, NoAnswer
 from modelyard_client.explanation import Explanation
 from modelyard_client.options import ExplainOptions
-from modelyard_client.retries import Answer, Attempt, Flow, Pause, Retries
+from modelyard_client.retries import Answer, Attempt, Flow, Outputs, Pause, Retries
 
 if TYPE_CHECKING:
-    from modelyard_client.tensors import Arrays, Outputs
+    from modelyard_client.tensors import Arrays
 
 T = TypeVar("T")
 

@@ -16,10 +16,10 @@ import orjson
 
 from modelyard_client.errors import BadAnswer, RequestFailed, numpy
 from modelyard_client.explanation import Explanation, read_explanations
-from modelyard_client.retries import Answer, Flow, Request, Retries
+from modelyard_client.retries import Answer, Flow, Outputs, Request, Retries
 
 if TYPE_CHECKING:
-    from modelyard_client.tensors import Arrays, Outputs
+    from modelyard_client.tensors import Arrays
 
 JSON, OCTETS = "application/json", "application/octet-stream"
 AGENT = {"User-Agent": f"modelyard-client/{version('modelyard-client')}"}

@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from modelyard_client.errors import BadAnswer
 
 if TYPE_CHECKING:  # and httpx with it, which whoever only reads and writes tensors does not need
-    from modelyard_client.retries import Answer
+    from modelyard_client.retries import Answer, Outputs
 
 LENGTH_HEADER = "inference-header-content-length"
 """How many bytes of JSON stand before the tensors, in requests and answers with binary ones."""
@@ -78,15 +78,6 @@ def _as_bytes(array: NDArray[Any]) -> NDArray[Any]:
     return found
 
 
-class Outputs(dict[str, "NDArray[Any]"]):
-    """A model's outputs by name; BF16 as float32, BYTES as an array of bytes."""
-
-    version = ""
-    """The version of the model that answered; empty where the server does not say."""
-    request_id = ""
-    """The id by which the server's log knows the request."""
-
-
 def read_outputs(answer: Answer) -> Outputs:
     """Return a model's outputs.
 
@@ -99,6 +90,8 @@ def read_outputs(answer: Answer) -> Outputs:
             raise ValueError(f"{LENGTH_HEADER} is {length}, of {len(answer.body)} bytes")
         head = orjson.loads(answer.body[:length])
         tail = memoryview(answer.body)[length:]
+        from modelyard_client.retries import Outputs
+
         outputs = Outputs()
         outputs.version, outputs.request_id = answer.version, answer.request_id
         at = 0

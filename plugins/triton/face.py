@@ -109,7 +109,7 @@ class Triton(Face):
                 name = f"{method.lower()} {summary}"
                 router.add_api_route(
                     path, setting, methods=[method], summary=summary, name=name,
-                    responses=error_responses(403),
+                    responses=error_responses(403), include_in_schema="{model}" not in path,
                 )  # fmt: skip
 
     def _add_memory(self, router: APIRouter) -> None:
