@@ -16,7 +16,7 @@ SERVERS_KEYS = (
     *("workerThreads", "batchBy", "explainWorkers", "explainShare", "artifact"),
     *("tunedRate", "tunedCosts"),
 )
-OPERATORS_KEYS = ("network", "files", "cacheAnswers", "cacheIgnores")
+OPERATORS_KEYS = ("network", "files", "cacheAnswers", "cacheIgnores", "pinned")
 """What the setting `model_settings` may say, and an archive may not."""
 OTHERS_KEYS = (
     *("deviceIds", "parallelType", "parallelLevel", "torchrun", "batchDelay"),

@@ -2,7 +2,7 @@
 
     python -m benchmarks.chaos
     python -m benchmarks.chaos --only cell --only update --clients 4
-    python -m benchmarks.chaos --straight    # without the hop: plugins/cluster/ray/straight.py
+    python -m benchmarks.chaos --nodes --rate 30    # two nodes, 30 requests a second
 
 Two cells of one worker behind Ray's HAProxy serve an archive that takes 5 ms a request and answers
 with length and checksum of the body; clients send bodies of 100 bytes to 2 MB, in turns. While they
@@ -13,8 +13,8 @@ that is killed, the clients send again, and that is counted apart.
 Needs Ray (`pip install modelyard[ray]`) and Linux: it runs in namespaces of its own, because Ray
 listens on every address, and processes are found by what they run.
 
-The exit code is 1 when a request was never answered, or when clients had to repeat one that HAProxy
-could have.
+The exit code is 1 when a request was never answered or answered wrong, when clients had to repeat
+one that HAProxy could have, or when one took more than 5 s because a node went.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ import urllib.request
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.chaos_load import Account, Load
+from benchmarks.chaos_load import WRONG, Account, Load
 from modelyard.plugins.cluster.ray.environment import ray_environment
 from modelyard.serve.settings import Settings
 
@@ -50,7 +51,7 @@ IS_ROOT = os.getuid() == 0
 ALONE = ("unshare", *(() if IS_ROOT else ("--map-root-user",)), "--net", "--pid", "--fork",
          "--mount-proc", "--kill-child")  # fmt: skip
 """Namespaces of its own, all of which end with the command."""
-HOST, PORT, STRAIGHT_PORT = "127.0.0.1", 8000, 8001
+HOST, PORT = "127.0.0.1", 8000
 MODEL = "chaos"
 PATH = f"/predictions/{MODEL}"
 SIZES = (100, 10_000, 100_000, 1_000_000, 2_000_000)
@@ -62,13 +63,14 @@ CLIENTS = 6
 START_S, BEFORE_S, AFTER_S, RECOVER_S = 240.0, 2.0, 2.0, 180.0
 FAILED_S = 20.0
 """For which a roll-out that has failed is left as it is."""
-CELL, SERVER, PROXY = b"ray::ServeReplica", b"modelyard.plugins.cluster.ray.child", b"haproxy"
-OWN_PROXY = b"-straight-"
+CELL, SERVER, PROXY = b"ray::ServeReplica", b"modelyard.plugins.cluster.ray.child", b"/haproxy.cfg"
 """What the command line of a process says."""
 RAY, SERVE = (str(Path(sys.executable).with_name(name)) for name in ("ray", "serve"))
 APPLICATION = "modelyard"
-STATUS = f"http://{HOST}:8265/api/serve/applications/"
-"""Where Ray says how its applications are."""
+NODE_FAULTS = ("silent", "node", "head", "disk", "hung-worker")
+"""Faults of a cluster of two nodes: chaos_nodes.py."""
+SOON_S = 5.0
+"""Within which a request is to be answered, whatever becomes of a node."""
 HANDLER = '''\
 """Say of each body how long it is, and its checksum, after 5 ms."""
 
@@ -138,22 +140,9 @@ def answers(url: str) -> bool:
     return False
 
 
-def is_ready(port: int = PORT) -> bool:
+def is_ready() -> bool:
     """Return whether the application answers."""
-    return answers(f"http://{HOST}:{port}/health/ready")
-
-
-@contextlib.contextmanager
-def straight() -> Iterator[int]:
-    """Run HAProxy straight to the cells; yield its port."""
-    command = [sys.executable, "-m", "modelyard.plugins.cluster.ray.straight"]
-    process = subprocess.Popen([*command, "--listen", f"{HOST}:{STRAIGHT_PORT}"])
-    try:
-        poll(lambda: is_ready(STRAIGHT_PORT), "the straight proxy is ready")
-        yield STRAIGHT_PORT
-    finally:
-        process.terminate()
-        process.wait(90)
+    return answers(f"http://{HOST}:{PORT}/health/ready")
 
 
 class Cells:
@@ -168,7 +157,7 @@ class Cells:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.port = PORT
+        self.api = f"http://{HOST}:8265"
         self.cells = 2
         self.scaling: dict[str, float] = {}
         self.store = "one"
@@ -180,7 +169,7 @@ class Cells:
         with (self.folder / "ray.log").open("wb") as log:
             process = subprocess.Popen(command, stdout=log, stderr=log)
         try:
-            poll(lambda: answers(STATUS), "Ray has started", START_S)
+            poll(lambda: answers(f"{self.api}/api/serve/applications/"), "Ray has started", START_S)
             self.deploy()
             poll(lambda: self.status()["status"] == "RUNNING", "cells are ready", START_S)
             poll(is_ready, "the proxy knows them")
@@ -189,6 +178,10 @@ class Cells:
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(60)
+
+    def asked(self, fault: str) -> str:
+        """Return the machine that clients ask meanwhile."""
+        return HOST
 
     def deploy(self) -> None:
         """Have Ray run the application as it is described now."""
@@ -201,13 +194,15 @@ class Cells:
         }  # fmt: skip
         file = self.folder / "cells.yaml"  # JSON is YAML
         file.write_text(json.dumps({"applications": [application]}))
-        ran = subprocess.run([SERVE, "deploy", file], capture_output=True, text=True)
+        ran = subprocess.run(
+            [SERVE, "deploy", "--address", self.api, file], capture_output=True, text=True
+        )
         if ran.returncode:
             raise SystemExit(ran.stderr[-2000:])
 
     def status(self) -> dict[str, Any]:
         """Return what Ray says of the application."""
-        with urllib.request.urlopen(STATUS, timeout=10) as answer:
+        with urllib.request.urlopen(f"{self.api}/api/serve/applications/", timeout=10) as answer:
             said: dict[str, Any] = json.load(answer)["applications"][APPLICATION]
         return said
 
@@ -249,10 +244,16 @@ class Cells:
 
     def kill_proxy(self) -> str:
         """Kill the HAProxy that clients ask."""
-        words = OWN_PROXY if self.port == STRAIGHT_PORT else PROXY
-        pid = processes(words)[-1]
+        pid = processes(PROXY)[-1]
         os.kill(pid, signal.SIGKILL)
-        poll(lambda: pid not in processes(words) and is_ready(self.port), "there is another proxy")
+        poll(lambda: pid not in processes(PROXY) and is_ready(), "there is another proxy")
+        return ""
+
+    def kill_large_proxy(self) -> str:
+        """Kill the HAProxy that large bodies pass."""
+        words = b"/haproxy.large.cfg"
+        os.kill(pid := processes(words)[-1], signal.SIGKILL)
+        poll(lambda: any(each > pid for each in processes(words)), "there is another one")
         return ""
 
     def hang_server(self) -> str:
@@ -316,6 +317,7 @@ FAULTS: dict[str, Callable[[Cells], str]] = {
     "cell": Cells.kill_cell,
     "server": Cells.kill_server,
     "proxy": Cells.kill_proxy,
+    "large-proxy": Cells.kill_large_proxy,
     "hung-server": Cells.hang_server,
     "up": Cells.scale_up,
     "down": Cells.scale_down,
@@ -336,18 +338,19 @@ class Outcome:
     note: str
 
 
-async def during(cells: Cells, fault: str, clients: int) -> Outcome:
+async def during(
+    cells: Cells, fault: str, event: Callable[[], str], clients: int, rate: float
+) -> Outcome:
     """Do something under load; return what became of the requests."""
     sizes = SMALL if fault == "load" else SIZES
-    load = cells.load = Load(HOST, cells.port, PATH, sizes, clients)
+    load = cells.load = Load(cells.asked(fault), PORT, PATH, sizes, clients, rate)
     running = asyncio.create_task(load.run())
     await asyncio.sleep(BEFORE_S)
     started = time.monotonic()
     try:
-        note = await asyncio.to_thread(FAULTS[fault], cells)
+        note = await asyncio.to_thread(event)
     except (TimeoutError, subprocess.TimeoutExpired) as error:
         note = str(error)[:200]
-        sys.stderr.write(f"{cells.status()}\n")
     seconds = time.monotonic() - started
     await asyncio.sleep(AFTER_S)
     load.stop()
@@ -355,16 +358,23 @@ async def during(cells: Cells, fault: str, clients: int) -> Outcome:
     return Outcome(fault, load.accounts, seconds, note)
 
 
-def inside(folder: Path, faults: list[str], clients: int, is_straight: bool) -> None:
+def inside(folder: Path, faults: list[str], clients: int, rate: float) -> None:
     """Run the application and all faults; write each outcome as a line of JSON."""
+    from benchmarks.chaos_nodes import FAULTS_OF_NODES, Nodes
+
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
-    cells = Cells(folder)
-    with cells.running(), straight() if is_straight else contextlib.nullcontext(PORT) as cells.port:
-        for fault in faults:
-            outcome = asyncio.run(during(cells, fault, clients))
-            sys.stdout.write(json.dumps(vars(outcome), default=vars) + "\n")
-            sys.stdout.flush()
-            time.sleep(AFTER_S)
+    both: list[tuple[Cells, dict[str, Callable[..., str]]]]
+    both = [(Cells(folder), FAULTS), (Nodes(folder), FAULTS_OF_NODES)]
+    for cells, known in both:
+        if not (chosen := [fault for fault in faults if fault in known]):
+            continue
+        with cells.running():
+            for fault in chosen:
+                event = partial(known[fault], cells)
+                outcome = asyncio.run(during(cells, fault, event, clients, rate))
+                sys.stdout.write(json.dumps(vars(outcome), default=vars) + "\n")
+                sys.stdout.flush()
+                time.sleep(AFTER_S)
 
 
 # -- what runs outside ----------------------------------------------------------------------------
@@ -375,21 +385,27 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", action="append", choices=FAULTS, help="repeatable; default: all")
+    parser.add_argument(
+        "--only",
+        action="append",
+        choices=[*FAULTS, *NODE_FAULTS],
+        help="repeatable; default: all of one node",
+    )
     parser.add_argument("--clients", type=int, default=CLIENTS)
-    parser.add_argument("--straight", action="store_true", help="past Ray's hop")
+    parser.add_argument("--rate", type=float, default=0, help="open loop: requests a second")
+    parser.add_argument("--nodes", action="store_true", help="all of two nodes (root, redis)")
     parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
-    faults = given.only or list(FAULTS)
+    faults = given.only or list(NODE_FAULTS if given.nodes else FAULTS)
     if given.inside:
-        inside(given.inside, faults, given.clients, given.straight)
+        inside(given.inside, faults, given.clients, given.rate)
         return 0
     with tempfile.TemporaryDirectory(dir="/tmp") as name:  # Ray's sockets have long names
         folder = Path(name)
         build(folder / "one", "1.0")
         build(folder / "two", "2.0")
         build(folder / "bad", "3.0", 'raise RuntimeError("this version does not load")')
-        outcomes = run(folder, faults, given.clients, given.straight)
+        outcomes = run(folder, faults, given.clients, given.rate)
     report(outcomes)
     is_well = len(outcomes) == len(faults) and not any(map(missed, outcomes))
     return 0 if is_well else 1
@@ -405,13 +421,12 @@ def surroundings(folder: str) -> dict[str, str]:
     return {**kept, **ours, **own, "RAY_raylet_start_wait_time_s": f"{START_S:g}"}
 
 
-def run(folder: Path, faults: list[str], clients: int, is_straight: bool) -> list[Outcome]:
+def run(folder: Path, faults: list[str], clients: int, rate: float) -> list[Outcome]:
     """Run everything in namespaces of its own; return what was accounted for."""
     name = str(folder)
     only = [word for fault in faults for word in ("--only", fault)]
-    only += ["--straight"] if is_straight else []
     command = [*ALONE, sys.executable, "-m", "benchmarks.chaos", "--inside", name,
-               "--clients", str(clients), *only]  # fmt: skip
+               "--clients", str(clients), "--rate", str(rate), *only]  # fmt: skip
     outcomes = []
     with subprocess.Popen(
         command, cwd=folder, env=surroundings(name), stdout=subprocess.PIPE, text=True
@@ -426,10 +441,15 @@ def run(folder: Path, faults: list[str], clients: int, is_straight: bool) -> lis
 
 
 def missed(outcome: Outcome) -> int:
-    """Return how many requests were never answered, or repeated by clients where HAProxy could."""
-    is_proxy = outcome.fault == "proxy"
-    return sum(
-        each.lost + (each.repeated if size <= HELD and not is_proxy else 0)
+    """Return how many requests went wrong.
+
+    Never answered, answered by what belongs to another, repeated by clients where HAProxy could,
+    or late because a node went.
+    """
+    is_proxy = outcome.fault.endswith("proxy")
+    is_node = outcome.fault in NODE_FAULTS and outcome.fault != "hung-worker"
+    return sum(each.slowest_s > SOON_S for each in outcome.accounts.values() if is_node) + sum(
+        each.lost + each.met.get(WRONG, 0) + (each.repeated if size <= HELD and not is_proxy else 0)
         for size, each in outcome.accounts.items()
     )
 

@@ -13,12 +13,14 @@ import zlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 
 PATIENCE_S = 150.0
 """For which a client sends a request again."""
 PAUSE_S = 0.05
 MAX_HEAD_BYTES = 1 << 16
+WRONG = "an answer to another body"
 
 
 @dataclass
@@ -48,9 +50,20 @@ class Load:
         host, port, path: where to.
         sizes: sizes of the bodies, in turns.
         clients: how many; each has a connection of its own, which it keeps.
+        rate: requests a second, each on a connection of its own, however long others take; 0 has
+            `clients` ask.
     """
 
-    def __init__(self, host: str, port: int, path: str, sizes: Sequence[int], clients: int) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        path: str,
+        sizes: Sequence[int],
+        clients: int,
+        rate: float = 0,
+    ) -> None:
+        self._rate = rate
         self.accounts = {size: Account() for size in sizes}
         self._at = host, port
         self._path = path
@@ -62,11 +75,26 @@ class Load:
 
     async def run(self) -> None:
         """Ask until `stop`; return when every request that was sent is accounted for."""
+        if self._rate:
+            await self._open()
+            return
         await asyncio.gather(*(self._client(number) for number in range(self._started)))
 
     def stop(self) -> None:
         """Have no further requests sent."""
         self._stop.set()
+
+    async def _open(self) -> None:
+        """Send requests at a rate."""
+        started, sizes = time.monotonic(), list(self.accounts)
+        async with asyncio.TaskGroup() as group:
+            while not self._stop.is_set():
+                number = next(self._numbers)
+                connection = Connection(*self._at)
+                size = sizes[number % len(sizes)]
+                asking = group.create_task(self._account(connection, size, number))
+                asking.add_done_callback(partial(_close, connection))
+                await asyncio.sleep(started + (number + 1) / self._rate - time.monotonic())
 
     async def _client(self, number: int) -> None:
         connection = Connection(*self._at)
@@ -137,7 +165,7 @@ class Connection:
             raise WrongAnswer(f"{first.decode()} {answer[:60].decode('latin-1')}".strip())
         said = json.loads(answer)
         if (said["bytes"], said["crc"]) != (len(body), zlib.crc32(body)):
-            raise WrongAnswer("an answer to another body")
+            raise WrongAnswer(WRONG)
         return str(said["version"])
 
     def close(self) -> None:
@@ -145,6 +173,10 @@ class Connection:
         if self._pair is not None:
             self._pair[1].close()
         self._pair = None
+
+
+def _close(connection: Connection, _: asyncio.Task[None]) -> None:
+    connection.close()
 
 
 def _name(error: BaseException) -> str:

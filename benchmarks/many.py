@@ -27,7 +27,9 @@ Everything is in the page cache, as it is after the first round.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import math
 import os
 import resource
 import signal
@@ -205,29 +207,50 @@ def register_many(folder: Path, count: int) -> str:
 
         scrape()
         cpu_s, pss_mb = taken()
+        tenths = [cpu_s]
         for number in range(count):
             register(f"m{number}")
+            if number in (count // 10, count - count // 10 - 1):
+                tenths.append(taken()[0])
+        tenths.append(taken()[0])
         more_s, more_mb = (now - then for now, then in zip(taken(), (cpu_s, pss_mb), strict=True))
         lines.append(f"{count} registered: {1e3 * more_s / count:.1f} ms of CPU and "
-                     f"{1e3 * more_mb / count:.0f} KB each")  # fmt: skip
+                     f"{1e3 * more_mb / count:.0f} KB each; the first tenth "
+                     f"{1e4 * (tenths[1] - tenths[0]) / count:.1f} ms, the last "
+                     f"{1e4 * (tenths[3] - tenths[2]) / count:.1f}")  # fmt: skip
         cpu_s, _ = taken()
         text = [scrape() for _ in range(SCRAPES)][-1]
         of_one = text.count(f'model="m{count - 1}",'.encode())
         lines.append(f"a scrape: {1e3 * (taken()[0] - cpu_s) / SCRAPES:.0f} ms of CPU, "
                      f"{len(text) / 1e6:.1f} MB, {of_one} series of an idle model")  # fmt: skip
         points = []
-        for number in range(count):
+        for number in range(2 * count):
             register("comes")
             operator.ask("DELETE", "/models/comes/1.0")
             (store / "comes.mar").unlink()
             if number % max(1, count // 20) == 0:
                 points.append((number, taken()[1]))
-        half = points[len(points) // 2 :]
-        slope, _ = statistics.linear_regression(*zip(*half, strict=True))
+        low, slope, high = slope_of(points[len(points) // 2 :])
         first, last = points[0][1], points[-1][1]
-        lines.append(f"registered and removed {count} times: {first:.1f} → {last:.1f} MB, "
-                     f"{1e3 * slope:+.2f} KB each time in the second half")  # fmt: skip
+        lines.append(f"registered and removed {2 * count} times: {first:.1f} → {last:.1f} MB, "
+                     f"{1e3 * slope:+.2f} KB each time in the second half "
+                     f"(95 %: {1e3 * low:+.2f} to {1e3 * high:+.2f})")  # fmt: skip
+        began = time.perf_counter()
+    lines.append(f"stopped in {time.perf_counter() - began:.1f} s")
     return "\n".join(lines)
+
+
+def slope_of(points: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
+    """Return Theil and Sen's slope between the ends of its interval of 95 %.
+
+    The median of the slopes of all pairs: one step, as of a block that the allocator takes, is no
+    slope.
+    """
+    slopes = sorted((b[1] - a[1]) / (b[0] - a[0]) for a, b in itertools.combinations(points, 2))
+    n, count = len(points), len(slopes)
+    width = 1.96 * math.sqrt(n * (n - 1) * (2 * n + 5) / 18)
+    ends = max(0, int((count - width) / 2)), min(count - 1, int((count + width) / 2) + 1)
+    return slopes[ends[0]], statistics.median(slopes), slopes[ends[1]]
 
 
 def _kill_a_worker(name: str, url: str, subject: Subject, state_dir: Path) -> float:

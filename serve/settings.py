@@ -242,6 +242,9 @@ class Settings(BaseModel):
     """Device that models run on; auto takes CUDA where there is one."""
     workers: int = Field(default=0, ge=0, le=MOST_WORKERS)
     """Workers of each model, of all servers; 0 chooses by cores and number of models."""
+    max_loaded_models: int = Field(default=0, ge=0)
+    """Models that have workers at once, of all servers; each is loaded by its first request, in
+    place of the one that was used longest ago. 0 loads every model at the start."""
     worker_poll_us: int = Field(default=300, ge=0, le=10_000)
     """How long an idle worker looks for requests before it sleeps, while they come that often."""
     nvtx: bool = False

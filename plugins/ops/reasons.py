@@ -63,8 +63,8 @@ def idle_explainer(model: ModelVersion) -> Worker | None:
     """Return a worker that only explains and has nothing to do, while no request waits."""
     if model.explainers is None:
         return None
-    if not model.explainers.slots:
-        model.start_explainers()
+    if model.pool.slots and not model.explainers.slots:
+        model.load_explainers()
     if any(queue.waiting > 0 for queue in model.batchers):
         return None
     return next((each for each in model.explainers.workers if each.is_idle), None)

@@ -140,7 +140,7 @@ class TorchServeInference(Dialect):
         if self._registry.lacks_all:
             return False
         pools = [model.pool for model in self._registry if self._registry.is_default(model)]
-        if any(pool.healthy_count < pool.least for pool in pools):
+        if any(pool.slots and pool.healthy_count < pool.least for pool in pools):
             return False
         scaled = [pool for pool in pools if pool.slots]
         return not scaled or any(pool.why_none is None for pool in scaled)

@@ -147,12 +147,14 @@ def _status(text: str) -> dict[str, str]:
 
 def describe_model(model: ModelVersion, is_default: bool) -> dict[str, Any]:
     """Return a model version as the management API describes it (TorchServe's fields, and ours)."""
-    answers = model.answers
+    answers, (state, reason) = model.answers, model.state
     return {
         **describe_settings(model, model.file),
         "clientTimeoutInMills": int(model.config.request_timeout_s * 1000),
         "isDefault": is_default,
         "digest": model.digest,
+        "state": state,
+        "reason": reason,
         "workers": [_describe_slot(model, slot) for slot in model.pool.slots],
         "explainWorkers": [
             _describe_slot(model, slot)

@@ -110,6 +110,9 @@ class ModelConfig(RunConfig):
     ignored_headers: tuple[str, ...] = ()
     """Headers that say nothing to an author's handler, when a request is compared with others
     [cacheIgnores]."""
+    is_pinned: bool = False
+    """Whether it is loaded at the start and stays, where models are loaded on demand. The
+    operator's alone to say [pinned]."""
     artifact: str = ""
     """What predicts in place of the artifact that the manifest names, as the settings say it of
     this model; what the archive says its workers read [artifact]."""
@@ -211,6 +214,7 @@ def extensions(
         ),
         "capacity_rps": values.number("tunedRate", 0),
         "keeps_answers": values.of_operator("cacheAnswers", False, _is_bool, "true or false"),
+        "is_pinned": values.of_operator("pinned", False, _is_bool, "true or false"),
         "ignored_headers": values.operators_headers("cacheIgnores"),
     }
 

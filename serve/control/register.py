@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 from modelyard.archiver import Archive, ArchiveError, open_archive
 from modelyard.serve.control import sizing
 from modelyard.serve.control.build import Builder, admit, expose
+from modelyard.serve.control.demand import Demand
 from modelyard.serve.control.model_config import ModelSpec, Options
 from modelyard.serve.control.registry import ModelVersion, Registry
 from modelyard.serve.dataplane.budget import AnswerBudget
@@ -25,6 +27,7 @@ from modelyard.serve.errors import (
     LoadFailed,
     ServeError,
     StorageFull,
+    Unavailable,
     is_disk_full,
 )
 from modelyard.serve.policy import Policy
@@ -32,11 +35,6 @@ from modelyard.serve.policy import Policy
 GARBAGE_S = 1.0
 """Time after which what a version leaves behind is collected: 2 ms where few models are served."""
 logger = logging.getLogger(__name__)
-
-
-def pools_of(model: ModelVersion) -> list[Pool]:
-    """Return the workers of a version."""
-    return [pool for pool in (model.pool, model.explainers) if pool is not None]
 
 
 class Lifecycle:
@@ -53,10 +51,15 @@ class Lifecycle:
         self.registry = registry
         self._settings = policy.settings
         self._builder = Builder(policy, metrics, budget)
-        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._demand: Demand | None = None
+        """Loads models at their first request, where the settings want that."""
+        if policy.settings.max_loaded_models:
+            self._demand = Demand(registry, metrics, policy.settings)
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._unlisted: set[Pool] = set()
         """Pools of versions that come or go: not in the registry, and to be stopped like it."""
         self._loading: Counter[str] = Counter()
+        self._collecting: asyncio.TimerHandle | None = None
         self._ending: set[asyncio.Task[None]] = set()
         """Ends of versions whose place another has taken."""
 
@@ -137,15 +140,22 @@ class Lifecycle:
         share = allocator.allocate if allocator else partial(self._beside, name)
         size = await self.policy.size(spec, config, name, share)
         config = replace(config, threads=size.threads)
-        async with self._counted(name, size.total_threads), self._locks[name]:
+        async with self._counted(name, size.total_threads), self._lock(name):
             self.registry.refuse_duplicate(name, archive.manifest.model_version)
             async with self._builder.build(archive, name, spec, config, is_fetched) as model:
+                if self._demand is not None:
+                    self._demand.watch(model)
                 if unproven:
                     model.unproven = unproven
                     model.metrics.doubt(unproven.reason)
                 try:
                     async with self._starting(model.pool):
-                        await model.pool.scale(size.workers, 0, most=size.most, wait=waits)
+                        if self._demand is None or config.is_pinned or (waits and not allocator):
+                            async with self._place(model, size.workers):
+                                await model.pool.scale(size.workers, 0, most=size.most, wait=waits)
+                        else:
+                            model.pool.least, model.pool.most = size.workers, size.workers
+                        model.expect_explanations()
                         with self.registry.change():
                             self.registry.add(model)
                             if saves:
@@ -156,7 +166,7 @@ class Lifecycle:
                         error.model = name, model.version
                     raise
         if config.explains_early:
-            model.start_explainers()
+            model.load_explainers()
         logger.info("%s registered, archive %s", model.pool.plan.label, model.digest)
         if model.warning:
             logger.warning("%s", model.warning)
@@ -179,20 +189,24 @@ class Lifecycle:
         with archive:
             name, config, _ = await asyncio.to_thread(admit, archive, spec, self.policy)
             config = replace(config, threads=model.config.threads)
-            async with self._locks[name]:
+            async with self._lock(name):
                 self.registry.refuse_gone(model)
                 self.registry.refuse_held(model)
                 building = self._builder.build(archive, name, spec, config, metrics=model.metrics)
                 async with building as fresh:
                     fresh.file, fresh.url, fresh.digest = model.file, model.url, model.digest
                     fresh.unproven = model.unproven
+                    if self._demand is not None:
+                        self._demand.watch(fresh)
                     async with self._starting(fresh.pool):
-                        await fresh.pool.scale(model.pool.least, 0, most=model.pool.most)
+                        async with self._place(fresh, model.pool.least):
+                            await fresh.pool.scale(model.pool.least, 0, most=model.pool.most)
+                        fresh.expect_explanations()
                         self.registry.swap(model, fresh)
         expose(fresh)
         if fresh.config.explains_early:
-            fresh.start_explainers()
-        self._unlisted.update(pools_of(model))
+            fresh.load_explainers()
+        self._unlisted.update(model.pools)
         task = asyncio.create_task(self._end(model, self._settings.drain_timeout_s, False))
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
@@ -208,7 +222,7 @@ class Lifecycle:
         taken += sum(
             model.pool.least * model.pool.plan.run.threads
             for model in self.registry
-            if model.name != name
+            if model.name != name and model.pool.slots
         )
         machine = sizing.machine_of(self._settings.servers)
         (allocation,) = sizing.choose(machine, [request], taken)
@@ -229,6 +243,24 @@ class Lifecycle:
             self._unlisted.discard(pool)
 
     @asynccontextmanager
+    async def _place(self, model: ModelVersion, workers: int) -> AsyncIterator[None]:
+        """Have room for a model that gets workers, where not all are loaded at once.
+
+        Raises:
+            Unavailable: every other one has requests for all the time of a start, or stays.
+        """
+        if self._demand is None or not workers or model.pool.slots:
+            yield
+            return
+        async with AsyncExitStack() as stack:
+            try:
+                async with asyncio.timeout(model.config.startup_timeout_s):
+                    await stack.enter_async_context(self._demand.place(model.pool))
+            except TimeoutError as error:
+                raise Unavailable("every model that is loaded has requests, and stays") from error
+            yield
+
+    @asynccontextmanager
     async def _counted(self, name: str, threads: int) -> AsyncIterator[None]:
         """Count a model's threads for others that are registered while it loads."""
         self._loading[name] += threads
@@ -236,6 +268,7 @@ class Lifecycle:
             yield
         finally:
             self._loading[name] -= threads
+            self._loading += Counter()  # without those that are 0
 
     async def scale(
         self, model: ModelVersion, least: int, most: int | None = None, synchronous: bool = True
@@ -250,7 +283,7 @@ class Lifecycle:
             LoadFailed: a new worker could not load; nothing was changed.
             Conflict: none are to answer, and the version is held.
         """
-        async with self._locks[model.name]:
+        async with self._lock(model.name):
             self.registry.refuse_gone(model)
             if least == 0:
                 self.registry.refuse_held(model)
@@ -258,7 +291,9 @@ class Lifecycle:
             before = pool.least, pool.most
             drain_s = self._settings.drain_timeout_s
             try:
-                await pool.scale(least, drain_s, most=most, wait=synchronous)
+                async with self._place(model, least):
+                    await pool.scale(least, drain_s, most=most, wait=synchronous)
+                model.expect_explanations()
                 if least == 0 and model.explainers is not None:
                     await model.explainers.scale(0, drain_s, wait=synchronous)
                 self.save()
@@ -272,7 +307,7 @@ class Lifecycle:
         Raises:
             LoadFailed: a new worker could not load; nothing was changed.
         """
-        async with self._locks[model.name]:
+        async with self._lock(model.name):
             self.registry.refuse_gone(model)
             pool = model.pool
             await pool.renew(
@@ -288,7 +323,7 @@ class Lifecycle:
         Raises:
             CleanupTimedOut: its workers have not ended in time; it is not served any more.
         """
-        async with self._locks[model.name]:
+        async with self._lock(model.name):
             with self.registry.change():
                 self.registry.remove(model)
                 if saves:
@@ -322,7 +357,7 @@ class Lifecycle:
         self.policy.remember("shutdown", self.registry)
         await asyncio.gather(
             *(pool.stop(drain_timeout_s) for pool in self._unlisted),
-            *(self._end(model, drain_timeout_s) for model in self.registry),
+            *(self._end(model, drain_timeout_s, forgets_metrics=False) for model in self.registry),
         )
         if self.policy.fork_server is not None:
             await self.policy.fork_server.stop()
@@ -332,7 +367,7 @@ class Lifecycle:
     ) -> None:
         if model.answers is not None:
             model.answers.close()
-        pools = pools_of(model)
+        pools = model.pools
         self._unlisted.update(pools)
         try:
             await asyncio.gather(*(pool.stop(drain_timeout_s) for pool in pools))
@@ -343,7 +378,17 @@ class Lifecycle:
         await asyncio.to_thread(self._builder.sandbox.forget, model.folder)
         # Once this has returned, which refers to it: its pools, batchers and workers are cycles,
         # and the server seldom looks for those (`GARBAGE`).
-        asyncio.get_running_loop().call_later(GARBAGE_S, gc.collect)
+        if self._collecting is None:
+            loop = asyncio.get_running_loop()
+            self._collecting = loop.call_later(GARBAGE_S, self._collect)
+
+    def _collect(self) -> None:
+        self._collecting = None
+        gc.collect()
+
+    def _lock(self, name: str) -> asyncio.Lock:
+        """Return the lock of a model, which whoever holds it or waits for it keeps."""
+        return self._locks.setdefault(name, asyncio.Lock())
 
     def save(self) -> None:
         """Remember what is registered.

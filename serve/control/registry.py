@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -69,7 +68,6 @@ class ModelVersion:
     unproven: Unproven | None = None
     """Why nobody has proven what runs here; None where it was proven on these versions."""
     started_at: datetime = field(default_factory=lambda: datetime.now(UTC))
-    _starting: asyncio.Task[None] | None = field(default=None, init=False, repr=False)
 
     @property
     def request_timeout_s(self) -> float:
@@ -89,20 +87,47 @@ class ModelVersion:
             "proves it anew"
         )
 
-    def start_explainers(self) -> asyncio.Task[None] | None:
+    @property
+    def pools(self) -> list[Pool]:
+        """Its workers, those that only explain behind the others."""
+        return [pool for pool in (self.pool, self.explainers) if pool is not None]
+
+    @property
+    def state(self) -> tuple[str, str]:
+        """READY, LOADING or UNAVAILABLE, as the Open Inference Protocol has it, and why."""
+        pool = self.pool
+        if pool.ready_count:
+            return "READY", ""
+        if (reason := pool.why_none) is not None:
+            return "UNAVAILABLE", reason
+        if pool.slots or pool.is_awaited:
+            return "LOADING", "no worker is ready"
+        return "UNAVAILABLE", UNLOADED
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether a worker is ready, or the first request starts one."""
+        return self.pool.ready_count > 0 or (self.pool.load is not None and not self.pool.why_none)
+
+    def load_explainers(self) -> None:
         """Start the workers that only explain, unless they are there or the model has none.
 
-        The task does not wait until they are ready; what is queued meanwhile waits for them.
+        What is queued meanwhile waits for them.
         """
-        if self.explainers is None or self.explainers.slots or not self.pool.slots:
-            return None
-        if self._starting is None or self._starting.done():
-            self._starting = asyncio.get_running_loop().create_task(
-                self.explainers.scale(self.config.explain_workers, 0, wait=False)
-            )
-        return self._starting
+        if self.explainers is not None and self.pool.slots:
+            self.explainers.open()
+        elif self.pool.load is not None:
+            self.pool.load()
+
+    def expect_explanations(self) -> None:
+        """Have the first explanation start the workers for it, unless the model has no workers."""
+        if self.explainers is not None:
+            self.explainers.least = self.config.explain_workers if self.pool.least else 0
+            self.explainers.most = self.explainers.least
+            self.explainers.load = self.load_explainers
 
 
+UNLOADED = "unloaded: the first request loads it"
 SHOWN = 10
 """Names in a message."""
 

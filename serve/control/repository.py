@@ -32,14 +32,15 @@ class Repository:
         """Return every model version and its state; those that were unloaded among them."""
         found = []
         for model in self._registry:
-            is_ready = model.pool.ready_count > 0
-            if is_ready or not only_ready:
-                reason = "" if is_ready else "no worker is ready"
-                found.append(_entry(model.name, model.version, is_ready, reason))
+            state, reason = model.state
+            if state == "READY" or not only_ready:
+                found.append(_entry(model.name, model.version, state, reason))
         if not only_ready:
             for name, versions in self._unloaded.items():
                 if not self._is_served(name):  # by the management API, since then
-                    found += [_entry(name, version, False, "unloaded") for version, _ in versions]
+                    found += [
+                        _entry(name, version, "UNAVAILABLE", "unloaded") for version, _ in versions
+                    ]
         return found
 
     async def load(self, name: str) -> None:
@@ -55,8 +56,8 @@ class Repository:
         check_name(name)
         if self._is_served(name):
             for model in self._registry.versions(name):
-                if not model.pool.least:
-                    await self._lifecycle.scale(model, 1)
+                if not model.pool.slots:
+                    await self._lifecycle.scale(model, model.pool.least or 1)
             return
         for each in list(self._unloaded.get(name, ())):
             await self._lifecycle.add(each[1], None, waits=True, saves=True)
@@ -96,6 +97,5 @@ class Repository:
         return any(model.name == name for model in self._registry)
 
 
-def _entry(name: str, version: str, is_ready: bool, reason: str) -> dict[str, str]:
-    state = "READY" if is_ready else "UNAVAILABLE"
+def _entry(name: str, version: str, state: str, reason: str) -> dict[str, str]:
     return {"name": name, "version": version, "state": state, "reason": reason}

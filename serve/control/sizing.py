@@ -172,6 +172,7 @@ class StartupAllocator:
         self._count = count
         self._requests: list[ResourceRequest] = []
         self._complete = asyncio.Event()
+        self._chosen: list[Allocation] = []
         self._locations: dict[tuple[str, str], str] = {}
 
     def claim(self, name: str, version: str, location: str) -> None:
@@ -193,9 +194,11 @@ class StartupAllocator:
         self._requests.append(request)
         if len(self._requests) == self._count:
             self._complete.set()
-        if request.workers is None:
-            await self._complete.wait()
-        return choose(self._machine, self._requests)[at]
+        if request.workers is not None:  # whatever the others say
+            return choose(self._machine, [request])[0]
+        await self._complete.wait()
+        self._chosen = self._chosen or choose(self._machine, self._requests)
+        return self._chosen[at]
 
     @property
     def warning(self) -> str | None:

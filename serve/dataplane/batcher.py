@@ -64,7 +64,8 @@ class Batcher:
         self._run = run
         self._delay_s = run.batch_delay_ms / 1000
         """How long a job may wait for company; 0 once that was in vain in a queue for bursts."""
-        self._handed_over_at = -math.inf
+        self.handed_over_at = -math.inf
+        """Time of `time.monotonic()` when a replica got jobs last."""
         self._shares = shares
         self._queue: Line | Classes = Line()
         """Classes are told apart as soon as a request says that it is of another than most."""
@@ -215,7 +216,7 @@ class Batcher:
             if jobs := self._take(replica, min(replica.capacity(self._kind), share)):
                 self.changes += 1
                 replica.run(jobs)
-                self._handed_over_at = jobs[0].taken_at
+                self.handed_over_at = jobs[0].taken_at
 
     def sweep(self, now: float) -> None:
         """Answer 504 to jobs whose deadline has passed, and drop those whose clients have left.
@@ -306,7 +307,7 @@ class Batcher:
         if not self._delay_s or self._queue.rows >= self._run.batch_size:
             return False
         gathers_bursts = self._run.gathers_bursts
-        if gathers_bursts and self._queue[0].queued_at - self._handed_over_at < self._delay_s:
+        if gathers_bursts and self._queue[0].queued_at - self.handed_over_at < self._delay_s:
             return False
         until = min(self._admission.gathers_until(job, self._delay_s) for job in self._queue)
         if gathers_bursts:

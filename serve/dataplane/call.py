@@ -205,9 +205,6 @@ class Model(Protocol):
     def request_timeout_s(self) -> float:
         """The longest that a call may take."""
 
-    def start_explainers(self) -> asyncio.Task[None] | None:
-        """Start the workers that only explain; None where there is nothing to start."""
-
 
 @dataclass(slots=True, eq=False, repr=False)
 class Call:
@@ -266,16 +263,7 @@ class Call:
 
     def start(self) -> None:
         """Queue it; its body is there."""
-        starting = self.model.start_explainers() if self.kind == EXPLAIN else None
-        if starting is None:
-            self._queue()
-        else:
-            starting.add_done_callback(self._queue)
-
-    def _queue(self, starting: asyncio.Task[None] | None = None) -> None:
         try:
-            if starting is not None:
-                starting.result()
             self.model.batchers[self.kind].submit(self)
         except Exception as error:
             self.sink.set_exception(error)

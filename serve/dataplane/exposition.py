@@ -55,7 +55,8 @@ class Recorded(Family):
         """Drop the series in which a label has this value."""
         if label in self.labels:
             at = self.labels.index(label)
-            self._series = {k: v for k, v in self._series.items() if k[at] != value}
+            for values in [each for each in self._series if each[at] == value]:
+                self._drop(values)
 
 
 class Record(NamedTuple):

@@ -137,11 +137,14 @@ class Family:
         """Place of each bucket, and its label, by whether all are asked for."""
         self._series: dict[Values, tuple[str, Any]] = {}
         """Labels' values → labels as they are written, and the series."""
+        self._of: dict[Values, dict[Values, None]] = {}
+        """First value → the values of its series: a thousand models come and go one by one."""
 
     def _new(self, values: Values, series: Any) -> Any:
         pairs = zip(self.labels, values, strict=True)
         labels = "".join([f'{label}="{value.translate(_ESCAPES)}",' for label, value in pairs])
         self._series[values] = labels, series
+        self._of.setdefault(values[:1], {})[values] = None
         return series
 
     def count(self, *values: str) -> Count:
@@ -160,8 +163,13 @@ class Family:
 
     def forget(self, *first: str) -> None:
         """Forget the series whose first values are these."""
-        for values in [each for each in self._series if each[: len(first)] == first]:
-            del self._series[values]
+        for values in [each for each in self._of.get(first[:1], ()) if each[: len(first)] == first]:
+            self._drop(values)
+
+    def _drop(self, values: Values) -> None:
+        del self._series[values], self._of[values[:1]][values]
+        if not self._of[values[:1]]:
+            del self._of[values[:1]]
 
     def is_among(self, names: Collection[str]) -> bool:
         """Return whether one of these names it or its series, or there are none."""
@@ -258,6 +266,9 @@ METRICS: tuple[tuple[Any, ...], ...] = (
     (GAUGE, "model_info", (*MODEL, "digest", "format"), "1; what is served."),
     (GAUGE, "model_unproven", (*MODEL, "reason"),
      "1; nobody has proven it on the versions here."),
+    (GAUGE, "loaded_models", (), "Models that have workers, where they are loaded on demand."),
+    (COUNTER, "model_loads", ("outcome",), "Loads of models at a request, by what came of them."),
+    (COUNTER, "model_unloads", (), "Models that went to make room for others."),
     (COUNTER, "unrouted_requests", ("code",),
      "Requests for no registered model, or without the right to it, by HTTP status."),
     (GAUGE, "build_info", ("version", "python", "torch"), "1; the server's own versions."),

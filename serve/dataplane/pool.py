@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic
@@ -99,7 +100,13 @@ class Pool:
         self._closing: set[asyncio.Task[None]] = set()
         self.slots: list[ReplicaSlot] = []
         self.least = self.most = 0
-        """How many workers the last scaling set."""
+        """How many workers the last scaling set, or the first job is to start."""
+        self.load: Callable[[], None] | None = None
+        """Called with each batch while a job waits and there are no workers, to start them; None
+        where only scaling does."""
+        self._opened_at = -math.inf
+        self.load_failure: str | None = None
+        """Why they could not be started, until that is tried again."""
 
     def feed(self, batchers: Sequence[Batcher]) -> None:
         """Name the batchers to wake when a worker has room."""
@@ -121,25 +128,14 @@ class Pool:
         Raises:
             LoadFailed: a new worker could not load; the workers that ran before still run.
         """
-        if self._sweeper is None:
-            self._sweeper = self._loop.call_later(SWEEP_EVERY_S, self._sweep)
         self.least, self.most = least, max(least, most if most is not None else least)
-        new: list[tuple[ReplicaSlot, asyncio.Future[None]]] = []
-        while len(self._open_slots) < least:
-            number = max((slot.number for slot in self.slots), default=0) + 1
-            slot, first = ReplicaSlot(number), self._loop.create_future()
-            if not wait:
-                first.set_result(None)
-            slot.task = self._loop.create_task(self._keep(slot, first))
-            slot.task.add_done_callback(partial(_tell_of_end, first))
-            self.slots.append(slot)
-            new.append((slot, first))
+        new = self.open(wait)
         outcomes = await asyncio.gather(*(first for _, first in new), return_exceptions=True)
         failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         if failures:
             await self._close([slot for slot, _ in new], 0)
             raise failures[0]
-        surplus = self._open_slots[self.most :]
+        surplus = self.open_slots[self.most :]
         for slot in surplus:
             slot.is_closing = True
         closing = self._loop.create_task(self._shrink(surplus, drain_timeout_s))
@@ -148,13 +144,44 @@ class Pool:
         if wait:
             await closing
 
+    def open(self, wait: bool = False) -> list[tuple[ReplicaSlot, asyncio.Future[None]]]:
+        """Start the workers that are missing; return their slots, and what tells of each start.
+
+        Args:
+            wait: False has what cannot load be tried again, and tells of nothing.
+        """
+        self._look()
+        self._opened_at = monotonic()
+        new: list[tuple[ReplicaSlot, asyncio.Future[None]]] = []
+        while len(self.open_slots) < self.least:
+            number = max((slot.number for slot in self.slots), default=0) + 1
+            slot, first = ReplicaSlot(number), self._loop.create_future()
+            if not wait:
+                first.set_result(None)
+            slot.task = self._loop.create_task(self._keep(slot, first))
+            slot.task.add_done_callback(partial(_tell_of_end, first))
+            self.slots.append(slot)
+            new.append((slot, first))
+        return new
+
+    def unload(self) -> Coroutine[None, None, None]:
+        """End all workers, which get nothing from now on; what comes has them loaded again."""
+        slots = list(self.slots)
+        _retire(slots)
+        return self._unload(slots)
+
+    async def _unload(self, slots: Sequence[ReplicaSlot]) -> None:
+        await self._close(slots, 0)
+        self._failures = 0
+        self.pump()
+
     async def renew(self, plan: WorkerPlan, least: int, drain_timeout_s: float) -> None:
         """Have `least` workers of another plan; the old ones end once these are ready.
 
         Raises:
             LoadFailed: one could not load; the old ones go on.
         """
-        before, old = (self.plan, self.least, self.most), list(self._open_slots)
+        before, old = (self.plan, self.least, self.most), list(self.open_slots)
         for slot in old:  # so that scaling does not count them
             slot.is_closing = True
         self.plan = plan
@@ -168,14 +195,15 @@ class Pool:
         await self._close(old, drain_timeout_s)
 
     @property
-    def _open_slots(self) -> list[ReplicaSlot]:
+    def open_slots(self) -> list[ReplicaSlot]:
+        """Those that are not being ended."""
         return [slot for slot in self.slots if not slot.is_closing]
 
     async def _shrink(self, slots: Sequence[ReplicaSlot], drain_timeout_s: float) -> None:
         """End these slots; when none are left, nobody serves what still waits."""
         await self._close(slots, drain_timeout_s)
         if (reason := self.why_none) is not None:
-            self._refuse(errors.Unavailable(reason, retry_after_s=RETRY_AFTER_S))
+            self.refuse(errors.Unavailable(reason, retry_after_s=RETRY_AFTER_S))
 
     async def stop(self, drain_timeout_s: float) -> None:
         """Answer what was accepted, as far as the time allows, and end all workers."""
@@ -183,14 +211,14 @@ class Pool:
         # A worker that is being replaced serves what waits, unless it cannot be loaded any more.
         while self._loop.time() < deadline and self._is_busy and self.why_none is None:
             await asyncio.sleep(0.02)
-        self._is_stopping = True
-        self._refuse(errors.Draining("the model is being removed"))
+        self._is_stopping, self.load = True, None
+        self.refuse(errors.Draining("the model is being removed"))
         await self._close(list(self.slots), max(0.0, deadline - self._loop.time()))
         if self._sweeper is not None:
             self._sweeper.cancel()
-        self._refuse(errors.Draining("the model is being removed"))
+        self.refuse(errors.Draining("the model is being removed"))
 
-    def _refuse(self, error: errors.ServeError) -> None:
+    def refuse(self, error: errors.ServeError) -> None:
         """Answer everything that waits with `error`."""
         for batcher in self._batchers:
             batcher.fail(error)
@@ -198,19 +226,30 @@ class Pool:
             self._retries.popleft().fail(error)
 
     @property
+    def is_awaited(self) -> bool:
+        """Whether requests wait for a worker."""
+        return bool(self._retries) or any(batcher.waiting for batcher in self._batchers)
+
+    @property
     def _is_busy(self) -> bool:
-        return (
-            any(batcher.waiting for batcher in self._batchers)
-            or bool(self._retries)
-            or any(slot.worker and slot.worker.flight for slot in self.slots)
+        return self.is_awaited or any(slot.worker and slot.worker.flight for slot in self.slots)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing waits, and no worker has work or is being ended."""
+        return not self.is_awaited and not any(
+            slot.is_closing or (slot.worker is not None and slot.worker.has_work)
+            for slot in self.slots
         )
+
+    @property
+    def used_at(self) -> float:
+        """Time of `time.monotonic()` when a worker got work last, or was started."""
+        return max(self._opened_at, *(batcher.handed_over_at for batcher in self._batchers))
 
     async def _close(self, slots: Sequence[ReplicaSlot], drain_timeout_s: float) -> None:
         """End these slots' workers, each after it has answered what it holds."""
-        for slot in slots:
-            slot.is_closing = True
-            if slot.worker is not None:
-                slot.worker.is_closing = True
+        _retire(slots)
         deadline = self._loop.time() + drain_timeout_s
         while self._loop.time() < deadline and any(s.worker and s.worker.flight for s in slots):
             await asyncio.sleep(0.02)
@@ -276,14 +315,14 @@ class Pool:
         logger.error("%s: no start succeeded for %g s; not tried again",
                      self._name(slot.number), self.plan.run.retry_s)  # fmt: skip
         if (reason := self.why_none) is not None:
-            self._refuse(errors.Unavailable(reason, retry_after_s=RETRY_AFTER_S))
+            self.refuse(errors.Unavailable(reason, retry_after_s=RETRY_AFTER_S))
 
     def _load_failed(self, error: Exception) -> None:
         self._failures += 1
         self._last_failure = str(error)
         self.policy.failed(error)
         if (reason := self.why_none) is not None:
-            self._refuse(errors.LoadFailed(reason))
+            self.refuse(errors.LoadFailed(reason))
 
     # -- work ----------------------------------------------------------------------------------
 
@@ -323,6 +362,8 @@ class Pool:
         if self._is_stopping:
             return f"{self.plan.label} is being removed"
         if not self.slots:
+            if self.load is not None and self.least:
+                return self.load_failure
             return f"{self.plan.label} has no workers; scale it up"
         # Asked for every request: no generator where the first slot has the answer.
         if self.slots[0].has_given_up and not self.healthy_count:
@@ -336,7 +377,9 @@ class Pool:
 
     @property
     def idle_count(self) -> int:
-        """How many workers would start a request at once."""
+        """How many workers would start a request at once, or be started for it."""
+        if not self.slots and self.load is not None:
+            return self.least
         return sum(worker.takes_work and not worker.flight for worker in self.workers)
 
     def pick(self, kind: int) -> Worker | None:
@@ -349,6 +392,10 @@ class Pool:
             load = worker.held[EXPLAIN], len(worker.flight)
             if best is None or load < least:
                 best, least = worker, load
+        if not self.slots:
+            self._look()
+            if self.load is not None:
+                self.load()
         return best
 
     def handed_over(self) -> int:
@@ -449,13 +496,21 @@ class Pool:
             worker.is_alone = True
             worker.run([self._retries.popleft()])
 
+    def _look(self) -> None:
+        """Look after requests and workers while there are any: a thousand models may have none."""
+        if self._sweeper is None:
+            self.clock.tick(monotonic())
+            self._sweeper = self._loop.call_later(SWEEP_EVERY_S, self._sweep)
+
     def _sweep(self) -> None:
         """Answer 504 where a deadline has passed, stop what nobody waits for, replace who hangs.
 
         A worker does not begin a job that is cancelled, and ends a running one where its handler
         looks.
         """
-        now = monotonic()
+        now, self._sweeper = monotonic(), None
+        if not (self.slots or self.is_awaited):
+            return
         self._sweeper = self._loop.call_later(SWEEP_EVERY_S, self._sweep)
         if self.clock.tick(now):  # answers that came meanwhile are not read yet: timers go first
             return
@@ -490,6 +545,14 @@ class Pool:
                 job.drop_if_left()
         for batcher in self._batchers:
             batcher.sweep(now)
+
+
+def _retire(slots: Iterable[ReplicaSlot]) -> None:
+    """Give these workers nothing new."""
+    for slot in slots:
+        slot.is_closing = True
+        if slot.worker is not None:
+            slot.worker.is_closing = True
 
 
 def begins_in_s(work_s: float, rests: list[float]) -> float:

@@ -527,7 +527,12 @@ class Worker(asyncio.BufferedProtocol):
     @property
     def is_idle(self) -> bool:
         """Whether nothing at all runs in it."""
-        return self.takes_work and not self.flight and not self._aside
+        return self.takes_work and not self.has_work
+
+    @property
+    def has_work(self) -> bool:
+        """Whether it runs anything, or holds what it runs next."""
+        return bool(self.flight or self._aside)
 
     def hangs_aside(self, worked: float) -> bool:
         """Return whether what it runs aside has taken longer than a batch may."""

@@ -15,8 +15,8 @@ EXTENSIONS = ("model_repository", "binary_tensor_data", "parameters", "classific
 
 
 def is_model_ready(model: ModelVersion, state: ServerState) -> bool:
-    """Return whether a version answers predictions now, and will for a while."""
-    return model.pool.ready_count > 0 and not state.is_draining
+    """Return whether a version answers predictions, and will for a while."""
+    return model.takes_requests and not state.is_draining
 
 
 def readiness(
@@ -40,11 +40,14 @@ def why_not_ready(registry: Registry, state: ServerState) -> str | None:
 
 
 def without_worker(registry: Registry) -> list[str]:
-    """Return the models whose default version should have workers but has none ready."""
+    """Return the models whose default version should have workers but has none ready.
+
+    One that is loaded on demand is not among them.
+    """
     return [
         model.name
         for model in registry
-        if registry.is_default(model) and model.pool.slots and not model.pool.ready_count
+        if model.pool.slots and not model.takes_requests and registry.is_default(model)
     ]
 
 

@@ -66,11 +66,14 @@ def print_models(models: list[dict[str, Any]]) -> None:
     for model in models:
         workers, queue = model["workers"], model["jobQueueStatus"]
         ready = sum(worker["status"] == "READY" for worker in workers)
-        waiting = queue["pendingRequests"]
+        waiting, count = queue["pendingRequests"], f"{ready}/{len(workers)}"
+        if not workers and model["minWorkers"]:
+            is_unloaded = model["reason"].startswith("unloaded")
+            count = "unloaded" if is_unloaded else model["state"].lower()
         table.add_row(
             escape(model["modelName"]),
             escape(model["modelVersion"]) + ("*" if model["isDefault"] else ""),
-            f"{ready}/{len(workers)}",
+            count,
             f"{waiting}/{queue['remainingCapacity'] + waiting}",
             str(sum(worker["restarts"] for worker in workers)),
             format_bytes(sum(worker["memoryUsage"] for worker in workers)),

@@ -81,9 +81,6 @@ class Model:
     batchers: tuple[Batcher, ...] = ()
     request_timeout_s = math.inf
 
-    def start_explainers(self) -> None:
-        raise AssertionError
-
 
 RUN = RunConfig(
     batch_size=8, batch_delay_ms=0, queue_size=100, startup_timeout_s=60, response_timeout_s=60,

@@ -47,9 +47,6 @@ class Model:
     batchers: tuple[Batcher, ...] = ()
     request_timeout_s = 60.0
 
-    def start_explainers(self) -> None:
-        raise AssertionError
-
 
 class Slots:
     """A pool whose workers hold what a test says, without processes."""

@@ -129,9 +129,6 @@ class Anything:
     request_timeout_s = 1.0
     batchers = ()
 
-    def start_explainers(self) -> None:
-        """Start nothing."""
-
 
 class Sink:
     done = cancel = lambda self: False

@@ -50,9 +50,6 @@ class Model:
     batchers: tuple[Batcher, ...] = ()
     request_timeout_s = 1e9
 
-    def start_explainers(self) -> None:
-        raise AssertionError
-
 
 def job(
     priority: int = NORMAL,

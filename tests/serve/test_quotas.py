@@ -144,7 +144,10 @@ def test_a_server_counts_what_its_clients_have_and_forgets_those_that_left(tmp_p
         go = make_notes_folder() / "go"
         with ThreadPoolExecutor(2) as pool:
             slow = [pool.submit(ask, "slow", str(go)) for _ in range(2)]
-            refused = poll(lambda: (got := ask()).status_code == 429 and got, "two are under way")
+            used = tmp_path / "state" / "quotas"
+            poll(lambda: any(f.read_bytes()[8] == 2 for f in used.glob("*")), "two are under way")
+            refused = ask()
+            assert refused.status_code == 429
             assert refused.headers["retry-after"] == "1"
             assert "the token app may have 2 at once" in refused.json()["message"]
             assert ask(key=KEY + "2").status_code == 200, "another token is not limited"

@@ -48,6 +48,8 @@ class Arguments(BaseModel):
     """How many, at least where there may be more; one of two answers while the other changes."""
     max_cells: int | None = Field(default=None, ge=1)
     """How many under load; Ray adds and removes them by what their servers measure."""
+    cells_per_node: int | None = Field(default=None, ge=1)
+    """How many on one machine; None lets Ray put them all on one."""
     busy: float = Field(default=BUSY, gt=0, le=1)
     """Share of the workers' time that is to be used; above it there are too few cells."""
     in_flight: float | None = Field(default=None, gt=0)
@@ -150,6 +152,10 @@ def _settings(arguments: Arguments, said: Mapping[str, Any]) -> Settings:
             "--file FILE` and give token_file=FILE, or auth=management where a gateway lets "
             "clients in"
         )
+    # A worker that hangs is replaced while its requests can still be sent again.
+    if "response_timeout_s" not in settings.model_fields_set:
+        limit = {"response_timeout_s": settings.request_timeout_s / 2}
+        settings = settings.model_copy(update=limit)
     if "state_dir" not in settings.model_fields_set:
         settings = settings.model_copy(update={"state_dir": own_folder("cells")})
     return settings

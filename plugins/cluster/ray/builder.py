@@ -65,6 +65,8 @@ def _options(arguments: Arguments, plan: Plan) -> dict[str, Any]:
         + settings.drain_timeout_s,
         "ray_actor_options": {"num_cpus": arguments.cpus, "num_gpus": arguments.gpus},
     }
+    if arguments.cells_per_node is not None:
+        options["max_replicas_per_node"] = arguments.cells_per_node
     if arguments.max_cells is None:
         return {**options, "num_replicas": arguments.cells}
     policy = AutoscalingPolicy(

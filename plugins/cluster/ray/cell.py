@@ -14,10 +14,12 @@ from http import HTTPStatus
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from ray import serve
+
 from modelyard.plugins.cluster.ray.archives import place
 from modelyard.plugins.cluster.ray.arguments import Plan
 from modelyard.plugins.cluster.ray.beats import Beats
-from modelyard.plugins.cluster.ray.folders import READY, CellFolder
+from modelyard.plugins.cluster.ray.folders import ADDRESS, CellFolder
 from modelyard.plugins.cluster.ray.forward import Forwarder, Upstream
 from modelyard.plugins.cluster.ray.process import CellServer
 from modelyard.plugins.cluster.ray.publish import Publisher
@@ -25,7 +27,7 @@ from modelyard.plugins.cluster.ray.signals import Signals
 from modelyard.plugins.cluster.ray.versions import refuse_other
 from modelyard.serve.control.model_config import ModelSpec
 from modelyard.serve.control.saved import write_specs
-from modelyard.serve.control.state import StateDir, read_key, write_json
+from modelyard.serve.control.state import StateDir, read_key
 from modelyard.serve.errors import StartError
 from modelyard.serve.settings import Settings
 
@@ -71,12 +73,12 @@ class Cell:
         except BaseException:
             await self._stop()
             raise
-        self._forwarder = Forwarder(self._upstream, self._keeps_host)
-        return self._forwarder
+        return Forwarder(self._upstream, self._keeps_host)
 
     async def _start(self) -> None:
         settings = self._plan.settings
-        self._folder = await asyncio.to_thread(CellFolder, settings.state_dir)
+        replica = serve.get_replica_context().replica_id.unique_id
+        self._folder = await asyncio.to_thread(CellFolder, settings.state_dir, replica)
         state = StateDir(self._folder.path)
         store = self._folder.path / STORE
         settings = settings.model_copy(update={"state_dir": state.root, "model_store": store})
@@ -89,8 +91,9 @@ class Cell:
         logger.info("cell %s: server pid %d at %s", state.root, about["pid"], about["inference"])
         self._upstream = _upstream(about["inference"], settings)
         self._keeps_host = bool(settings.allowed_hosts)
-        known = {"address": self._upstream.address, "keeps_host": self._keeps_host}
-        await asyncio.to_thread(write_json, state.root / READY, known)
+        # The server answers to its own name only, unless `allowed_hosts` says by which.
+        name = "" if self._keeps_host else " localhost"
+        (state.root / ADDRESS).write_text(f"{self._upstream.address}{name}\n")
         token = read_key(state.key_file, "inference")
         self._signals = Signals(_upstream(about["metrics"], settings), token, Publisher())
 
@@ -114,7 +117,7 @@ class Cell:
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Return what `CellScaling` decides by."""
-        return {"busy": self._signals.busy, "in_flight": float(self._forwarder.in_flight)}
+        return {"busy": self._signals.busy, "in_flight": self._signals.in_flight}
 
     async def __del__(self) -> None:
         """Stop the server; Ray has waited for the requests, and sends no more."""

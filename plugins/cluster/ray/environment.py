@@ -6,8 +6,6 @@ import contextlib
 from pathlib import Path
 
 HAPROXY = Path(__file__).with_name("haproxy.sh")
-BODY_BYTES = (1 << 20) + (1 << 16)
-"""What HAProxy keeps of a request, so that it can ask another cell: 1 MB, and a head."""
 BEYOND_S = 10
 """Time that HAProxy waits for an answer beyond what a server does."""
 ENVIRONMENT = {
@@ -15,7 +13,9 @@ ENVIRONMENT = {
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
     "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
     "RAY_SERVE_HAPROXY_RETRIES": "10",
-    "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(BODY_BYTES),
+    "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": "24576",
+    "RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER": "1s",
+    "RAY_SERVE_HAPROXY_TIMEOUT_CONNECT_S": "1",
     "RAY_worker_niceness": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
 }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +12,9 @@ from pathlib import Path
 from modelyard.serve.errors import StartError
 
 LOCK = ".lock"
-READY = "ready.json"
-"""File of a cell's folder from when its server is ready: what `straight` has to know of it."""
+ADDRESS = "address"
+"""File of a cell's folder from when its server is ready: where it listens, and the name by
+which it must be called, if any. `haproxy.sh` reads it."""
 
 
 class CellFolder:
@@ -22,19 +22,20 @@ class CellFolder:
 
     Args:
         root: folder of all cells of this machine; made if need be. What dead ones left there goes.
+        replica: Ray's word for the cell, by which HAProxy knows it.
 
     Raises:
         StartError: it cannot be used.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, replica: str) -> None:
         try:
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
             if root.stat().st_uid != os.getuid():
                 raise PermissionError(0, "it belongs to another user")
             for left in _unheld(root):
                 shutil.rmtree(left, ignore_errors=True)
-            self.path = root / f"cell-{secrets.token_hex(6)}"
+            self.path = root / f"cell-{replica}"
             self._fd = _lock(_lock_of(self.path), os.O_CREAT | os.O_EXCL)
             self.path.mkdir(mode=0o700)
         except OSError as error:
@@ -48,17 +49,6 @@ class CellFolder:
         shutil.rmtree(self.path, ignore_errors=True)
         _lock_of(self.path).unlink(missing_ok=True)
         os.close(self._fd)
-
-
-def is_held(folder: Path) -> bool:
-    """Return whether the cell of a folder lives."""
-    try:
-        os.close(_lock(_lock_of(folder)))
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True
-    return False
 
 
 def _unheld(root: Path) -> Iterator[Path]:

@@ -186,17 +186,11 @@ class Forwarder:
     def __init__(self, upstream: Upstream, keeps_host: bool) -> None:
         self._upstream = upstream
         self._keeps_host = keeps_host
-        self.in_flight = 0
-        """Requests that are being answered."""
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Answer a request, or take part in the start and end of Ray's server."""
         if scope["type"] == "http":
-            self.in_flight += 1
-            try:
-                await self._answer(scope, receive, send)
-            finally:
-                self.in_flight -= 1
+            await self._answer(scope, receive, send)
         elif scope["type"] == "lifespan":
             while (kind := (await receive())["type"]) != "lifespan.shutdown":
                 await send({"type": f"{kind}.complete"})

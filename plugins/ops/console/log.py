@@ -15,7 +15,6 @@ from modelyard.plugins.ops.console.events import LOG
 from modelyard.plugins.ops.console.models import ModelPages
 from modelyard.plugins.ops.console.render import Renderer
 from modelyard.plugins.ops.console.visit import Page, Visit
-from modelyard.serve.control.register import pools_of
 from modelyard.serve.control.store import file_stem
 from modelyard.serve.dataplane.metrics import KINDS
 from modelyard.serve.errors import BadRequest
@@ -136,7 +135,7 @@ class LogPages:
     async def _show_worker(self, visit: Visit) -> Answer:
         """Show the end of what a worker has written; the file outlives the worker."""
         model = self._models.find(visit)
-        pools = list(zip(KINDS, pools_of(model), strict=False))
+        pools = list(zip(KINDS, model.pools, strict=False))
         names = [f"{kind}-{slot.number}" for kind, pool in pools for slot in pool.slots]
         wanted = visit.query.get("worker", names[0] if names else f"{KINDS[0]}-1")
         kind, _, number = wanted.partition("-")

@@ -10,8 +10,8 @@ from modelyard.plugins.ops.console.events import LOG, Events, marks, place_of
 from modelyard.plugins.ops.console.readings import RECENT, TOTAL, Key, Watch
 from modelyard.plugins.ops.console.render import Renderer
 from modelyard.plugins.ops.console.visit import Page, Visit
-from modelyard.serve.control.register import Lifecycle, pools_of
-from modelyard.serve.control.registry import ModelVersion
+from modelyard.serve.control.register import Lifecycle
+from modelyard.serve.control.registry import UNLOADED, ModelVersion
 from modelyard.serve.dataplane.metrics import KINDS
 from modelyard.serve.dataplane.pool import ReplicaSlot
 from modelyard.serve.errors import BadRequest
@@ -34,6 +34,11 @@ State = tuple[str, str]
 def state_of(model: ModelVersion) -> State:
     """Return whether a version answers, and with how many of its workers."""
     slots, ready = model.pool.slots, model.pool.ready_count
+    if not ready and model.pool.load is not None and model.pool.least:
+        state, reason = model.state
+        if state == "LOADING":
+            return "loading", "warn"
+        return ("unloaded", "good") if reason == UNLOADED else ("failing", "bad")
     if not slots:
         return "no workers", "warn"
     if ready == len(slots):
@@ -176,12 +181,12 @@ class ModelPages:
                     "is_default": self._registry.is_default(model),
                     "state": state_of(model),
                     "reading": latest.get((model.name, model.version)),
-                    "memory": self._watch.memory_of(pools_of(model)),
+                    "memory": self._watch.memory_of(model.pools),
                 }
                 for model in models
             ],
             "total": latest.get(TOTAL),
-            "memory": self._watch.memory_of(pool for model in models for pool in pools_of(model)),
+            "memory": self._watch.memory_of(pool for model in models for pool in model.pools),
             "server_memory": resident_bytes(),
             "failing": [model for model in models if state_of(model)[1] == "bad"],
             "recent_s": RECENT,
@@ -198,12 +203,12 @@ class ModelPages:
             "reading": self._watch.latest.get((model.name, model.version)),
             "workers": [
                 (f"{kind} {slot.number}", state_of_worker(slot), slot, memory, kind)
-                for kind, pool in zip(KINDS, pools_of(model), strict=False)
+                for kind, pool in zip(KINDS, model.pools, strict=False)
                 for slot in pool.slots
             ],
             "kinds": [self._counts(model, kind) for kind in range(len(KINDS))],
             "kept": model.answers.describe() if model.answers is not None else None,
-            "memory": self._watch.memory_of(pools_of(model)),
+            "memory": self._watch.memory_of(model.pools),
             "recent_s": RECENT,
             "most_workers": MOST_WORKERS,
             "may_unregister": self._may_register,
@@ -213,7 +218,7 @@ class ModelPages:
     def _counts(self, model: ModelVersion, kind: int) -> dict[str, Any]:
         """Return what a version has answered of one kind since it was registered."""
         metrics = model.metrics.kinds[kind]
-        pool = pools_of(model)[-kind]  # the only one, where there are no explainers
+        pool = model.pools[-kind]  # the only one, where there are no explainers
         timed = sum(metrics.latency.counts)
         return {
             "name": KINDS[kind],

@@ -17,7 +17,6 @@ from itertools import chain, islice
 from typing import NamedTuple
 
 from modelyard.serve.api.management import memory_bytes
-from modelyard.serve.control.register import pools_of
 from modelyard.serve.control.registry import ModelVersion, Registry
 from modelyard.serve.dataplane.call import PREDICT
 from modelyard.serve.dataplane.metrics import PAUSE_S, SECONDS
@@ -284,7 +283,7 @@ class Watch:
             ready=ready,
             workers=workers,
             busy=max(0.0, min(1.0, busy_s / (span * ready))) if span and ready else None,
-            memory=self.memory_of(pool for model in models for pool in pools_of(model)),
+            memory=self.memory_of(pool for model in models for pool in model.pools),
         )
 
     def memory_of(self, pools: Iterable[Pool]) -> int | None:
@@ -295,7 +294,7 @@ class Watch:
 
     async def _read_memory(self) -> None:
         while True:
-            slots = [slot for of in self._registry for pool in pools_of(of) for slot in pool.slots]
+            slots = [slot for of in self._registry for pool in of.pools for slot in pool.slots]
             pids = [slot.worker.pid for slot in slots if slot.worker is not None]
             self.memory = {pid: await asyncio.to_thread(memory_bytes, pid) for pid in pids}
             at = now = time.monotonic()

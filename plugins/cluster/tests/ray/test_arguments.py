@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from importlib.metadata import version
@@ -139,22 +140,44 @@ def test_the_file_for_a_cluster_and_a_ray_that_is_started_here_have_the_same_var
         ["sh", "-c", f"set -a; . {file}; env"], env={}, capture_output=True, text=True, check=True
     )
     said = dict(line.split("=", 1) for line in ran.stdout.splitlines() if line.startswith("RAY_"))
-    assert said.pop("RAY_SERVE_HAPROXY_BINARY_PATH").endswith("modelyard/serve/ray/haproxy.sh")
+    assert said.pop("RAY_SERVE_HAPROXY_BINARY_PATH").endswith(
+        "modelyard/plugins/cluster/ray/haproxy.sh"
+    )
     usual = ray_environment(Settings().request_timeout_s)
     assert said.items() <= usual.items() >= ENVIRONMENT.items()
     assert len(said) == len(ENVIRONMENT) + 1
 
 
-def test_haproxy_waits_for_bodies_that_it_may_have_to_send_again(tmp_path: Path) -> None:
-    config = tmp_path / "haproxy.cfg"
-    config.write_text("global\n    maxconn 9\ndefaults\n    mode http\n")
-    ran = subprocess.run(
-        [HAPROXY, config],
-        env={**os.environ, "CELLS_HAPROXY": "cat"},
-        capture_output=True,
-        text=True,
+def test_haproxy_is_told_what_rays_file_cannot_say(tmp_path: Path) -> None:
+    """Once, however often Ray starts it; cells of the machine are asked at their own address."""
+    config, cell = tmp_path / "haproxy.cfg", tmp_path / "cell-ab12"
+    cell.mkdir()
+    (cell / "address").write_text("127.0.0.1:4711 localhost\n")
+    config.write_text(
+        "defaults\n    mode http\nfrontend http_frontend\n    bind *:8000\n"
+        "    acl is_http-ours path /\n    # Static routing\n    use_backend http-ours\n"
+        "backend http-ours\n    server R_ours-ab12 127.0.0.1:30000 check observe layer4\n"
+        "    server R_ours-cd34 127.0.0.1:30001 check\n"
+        "    server R_ours-ef56 10.0.0.2:30000 check\n"
+        "backend http-other\n    server R_other-ab12 127.0.0.1:30000 check\n"
     )
-    assert "defaults\n    option http-buffer-request\n    mode http\n" in ran.stdout
+    command = [str(HAPROXY), "-f", str(config)]
+    haproxy = {"CELLS_HAPROXY": "true", "MODELYARD_STATE_DIR": str(tmp_path)}
+    for _ in range(2):
+        subprocess.run(command, env={**os.environ, **haproxy}, check=True)
+    text, large = config.read_text(), (tmp_path / "haproxy.large.cfg").read_text()
+    assert text.startswith("defaults\n    option http-buffer-request\n    option srvtcpka\n")
+    assert text.count("http-buffer-request") == text.count("use_backend large if") == 1
+    assert f"bind unix@{tmp_path}/haproxy.large.sock" in large and "use_backend large" not in large
+    assert "bind *:8000" in text and text.count("maxconn 128") == 1
+    servers = re.findall(r"(?m)^    server R_\S+ (.*)$", text)
+    assert servers == [
+        "127.0.0.1:4711 check port 30000 tcp-ut 3s observe layer4",
+        "127.0.0.1:30001 check tcp-ut 3s",
+        "10.0.0.2:30000 check tcp-ut 3s",
+        "127.0.0.1:30000 check tcp-ut 3s",
+    ]
+    assert text.count("    http-request set-header host localhost\n") == 1
 
 
 def test_the_example_for_a_cluster_is_a_plan(store: Path, tmp_path: Path) -> None:

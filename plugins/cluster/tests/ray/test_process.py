@@ -130,19 +130,19 @@ def start_here(
 
 def test_a_folder_is_a_cells_own_until_it_ends_however_it_ends(tmp_path: Path) -> None:
     root = tmp_path / "cells"
-    living = CellFolder(root)
+    living = CellFolder(root, "ab12cd34")
     code = f"""
 from pathlib import Path
 from modelyard.plugins.cluster.ray.folders import CellFolder
 import os, signal
-folder = CellFolder(Path({str(root)!r}))
+folder = CellFolder(Path({str(root)!r}), 'dead')
 (folder.path / "file").touch()
 print(folder.path, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
     dead = Path(subprocess.run([sys.executable, "-c", code], stdout=-1, text=True).stdout.strip())
     assert (dead / "file").exists()
-    other = CellFolder(root)
+    other = CellFolder(root, "ef56")
     assert not dead.exists() and living.path.is_dir() and living.path != other.path
     for folder in (living, other):
         folder.remove()
@@ -152,5 +152,5 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_a_folder_that_cannot_be_used_is_said_in_a_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StartError, match="name another one with state_dir=FOLDER") as caught:
-        CellFolder(tmp_path / "file" / "cells")
+        CellFolder(tmp_path / "file" / "cells", "ab")
     assert "\n" not in str(caught.value)
