@@ -125,8 +125,8 @@ def inside(folder: Path, rounds: int, seconds: float) -> None:
                 rows: dict[str, list[list[float]]] = {way: [] for way in chosen}
                 for at in range(rounds):
                     for way in sorted(chosen, reverse=bool(at % 2)):
-                        address, words = ways[way]
-                        watched = (words, CELL, SERVER)
+                        address, mark = ways[way]
+                        watched = (mark, CELL, SERVER)
                         before = [spent(each) for each in watched]
                         url = f"http://{address}{PATH}"
                         load = run_wrk(url, connections, seconds, "text/plain", [body])
