@@ -30,7 +30,7 @@ PARTS = {
         "modelyard.serve.tools.handle": ["serve", "Server"],
         "modelyard.client": ["Client", "AsyncClient", "Explanation"],
     },
-    "From `modelyard.client`": {"modelyard.client": ["ExplainOptions"]},
+    "From `modelyard.client`": {"modelyard.client": ["ExplainOptions", "Outputs"]},
     "From `modelyard.handlers`": {"modelyard.handlers": ["BaseHandler", "Context"]},
     "From `modelyard.exporter`": {"modelyard.exporter": ["ExportReport"]},
     "Errors": {

@@ -130,10 +130,10 @@ def create_server(
         answers,
         described_calls(),
         health_routes(registry, state),
-        oip_routes(registry, state, repository),
+        *more("inference"),  # first: they have paths below those of a model's name
+        oip_routes(front, repository),
         kserve_routes(registry, state),
         model_docs_routes(registry),
-        *more("inference"),
     )
     operators = Routes(
         "Modelyard management",

@@ -189,6 +189,11 @@ CONFLICTS: tuple[tuple[str, Callable[[Any, Mapping[str, Any]], object], str], ..
         "--insecure to mean that",
     ),
     (
+        "shared_memory",
+        lambda value, data: value and not Address(data.get("host", "")).is_loopback,
+        "host is {host}, and its clients would name files of this machine; set host: 127.0.0.1",
+    ),
+    (
         "require_sandbox",
         lambda value, data: value and not data.get("sandbox"),
         "the setting sandbox is off",
@@ -255,6 +260,8 @@ class Settings(BaseModel):
     """Allow auth: never where other machines reach the server."""
     allow_load: bool = False
     """Let operators load and unload models by name with the inference API, /v2/repository."""
+    shared_memory: bool = False
+    """Let clients of this machine have tensors read from and written to files of /dev/shm."""
     device: Annotated[str, _form(r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda or cuda:N")] = "auto"
     """Device that models run on; auto takes CUDA where there is one."""
     workers: int = Field(default=0, ge=0, le=MOST_WORKERS)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     )
     from modelyard_client.explanation import Explanation
     from modelyard_client.options import ExplainOptions
-    from modelyard_client.retries import Request, Retries
+    from modelyard_client.retries import Outputs, Request, Retries
     from modelyard_client.synchronous import Client
 else:
     _MODULES = {
@@ -26,7 +26,7 @@ else:
         "errors": ("BadAnswer", "ClientError", "NoAnswer", "NotTrusted", "RequestFailed"),
         "explanation": ("Explanation",),
         "options": ("ExplainOptions",),
-        "retries": ("Request", "Retries"),
+        "retries": ("Outputs", "Request", "Retries"),
         "synchronous": ("Client",),
     }
     _PLACES = {name: module for module, names in _MODULES.items() for name in names}
@@ -47,6 +47,7 @@ __all__ = [
     "Explanation",
     "NoAnswer",
     "NotTrusted",
+    "Outputs",
     "Request",
     "RequestFailed",
     "Retries",

@@ -19,7 +19,7 @@ from modelyard_client.connection import Connection, answer_of, is_left_open, run
 from modelyard_client.errors import BadAnswer, NoAnswer
 from modelyard_client.explanation import Explanation
 from modelyard_client.options import ExplainOptions
-from modelyard_client.retries import Answer, Attempt, Flow, Pause, Retries
+from modelyard_client.retries import Answer, Attempt, Flow, Outputs, Pause, Retries
 
 if TYPE_CHECKING:
     from modelyard_client.tensors import Arrays
@@ -141,8 +141,10 @@ class AsyncClient:
 
     async def infer(
         self, model: str, inputs: Arrays, *, outputs: list[str] | None = None
-    ) -> dict[str, Any]:
+    ) -> Outputs:
         """Return a model's own outputs for its own inputs, numpy arrays by name, sent as bytes.
+
+        They are a dict that has the `version` and the `request_id`, too.
 
         Args:
             model: NAME or NAME/VERSION.

@@ -16,7 +16,7 @@ import orjson
 
 from modelyard_client.errors import BadAnswer, RequestFailed, numpy
 from modelyard_client.explanation import Explanation, read_explanations
-from modelyard_client.retries import Answer, Flow, Request, Retries
+from modelyard_client.retries import Answer, Flow, Outputs, Request, Retries
 
 if TYPE_CHECKING:
     from modelyard_client.tensors import Arrays
@@ -204,7 +204,7 @@ class Calls:
         chosen = {**options, **(its_own if count > 1 else {})}
         return lambda format: self._run(ask({**chosen, "format": format}))
 
-    def infer(self, model: str, inputs: Arrays, outputs: list[str] | None) -> Flow[dict[str, Any]]:
+    def infer(self, model: str, inputs: Arrays, outputs: list[str] | None) -> Flow[Outputs]:
         """Return a model's outputs for its inputs, arrays by name."""
         numpy()
         from modelyard_client.tensors import read_outputs, write_request

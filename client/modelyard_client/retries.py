@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field, replace
 from email.utils import parsedate_to_datetime
 from time import monotonic, time
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import httpx
 
@@ -85,6 +85,15 @@ class Answer:
     def content_type(self) -> str:
         """The media type, without its parameters."""
         return self.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+class Outputs(dict[str, Any]):
+    """A model's outputs by name; BF16 as float32, BYTES as an array of bytes."""
+
+    version = ""
+    """The version of the model that answered; empty where the server does not say."""
+    request_id = ""
+    """The id by which the server's log knows the request."""
 
 
 Step = Attempt | Pause

@@ -20,7 +20,7 @@ from modelyard_client.deadline import bound, within
 from modelyard_client.errors import BadAnswer, NoAnswer
 from modelyard_client.explanation import Explanation
 from modelyard_client.options import ExplainOptions
-from modelyard_client.retries import Answer, Attempt, Flow, Pause, Retries
+from modelyard_client.retries import Answer, Attempt, Flow, Outputs, Pause, Retries
 
 if TYPE_CHECKING:
     from modelyard_client.tensors import Arrays
@@ -140,10 +140,10 @@ class Client:
         """
         return self.run(self.calls.explain(model, body, content_type, options))
 
-    def infer(
-        self, model: str, inputs: Arrays, *, outputs: list[str] | None = None
-    ) -> dict[str, Any]:
+    def infer(self, model: str, inputs: Arrays, *, outputs: list[str] | None = None) -> Outputs:
         """Return a model's own outputs for its own inputs, numpy arrays by name, sent as bytes.
+
+        They are a dict that has the `version` and the `request_id`, too.
 
         Args:
             model: NAME or NAME/VERSION.

@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from modelyard_client.errors import BadAnswer
 
 if TYPE_CHECKING:  # and httpx with it, which whoever only reads and writes tensors does not need
-    from modelyard_client.retries import Answer
+    from modelyard_client.retries import Answer, Outputs
 
 LENGTH_HEADER = "inference-header-content-length"
 """How many bytes of JSON stand before the tensors, in requests and answers with binary ones."""
@@ -78,8 +78,8 @@ def _as_bytes(array: NDArray[Any]) -> NDArray[Any]:
     return found
 
 
-def read_outputs(answer: Answer) -> dict[str, NDArray[Any]]:
-    """Return a model's outputs by name; BF16 as float32, BYTES as an array of bytes.
+def read_outputs(answer: Answer) -> Outputs:
+    """Return a model's outputs.
 
     Raises:
         BadAnswer: it is not an answer of the protocol, or its bytes are not those that it states.
@@ -90,7 +90,10 @@ def read_outputs(answer: Answer) -> dict[str, NDArray[Any]]:
             raise ValueError(f"{LENGTH_HEADER} is {length}, of {len(answer.body)} bytes")
         head = orjson.loads(answer.body[:length])
         tail = memoryview(answer.body)[length:]
-        outputs: dict[str, NDArray[Any]] = {}
+        from modelyard_client.retries import Outputs
+
+        outputs = Outputs()
+        outputs.version, outputs.request_id = answer.version, answer.request_id
         at = 0
         for each in head["outputs"]:
             size = each["parameters"]["binary_data_size"]

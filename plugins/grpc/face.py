@@ -39,7 +39,7 @@ def make_face(inside: Inside) -> GrpcServer | None:
     ).methods()
 
     check: Check = inside.checks["inference"](
-        lambda path: "predict" if path in oip.INFERS else None,
+        lambda path: "predict" if path in oip.PREDICTS else None,
         (*health.OPEN, *oip.OPEN),
     )
     if settings.allow_load:

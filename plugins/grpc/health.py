@@ -21,7 +21,7 @@ HEALTH = "grpc.health.v1.Health"
 REFLECTION = "grpc.reflection.v1.ServerReflection"
 REFLECTION_ALPHA = "grpc.reflection.v1alpha.ServerReflection"
 """The same messages by the name that older tools ask for."""
-OPEN = (f"/{HEALTH}/Check", f"/{HEALTH}/Watch")
+OPEN = (f"/{HEALTH}/Check", f"/{HEALTH}/List", f"/{HEALTH}/Watch")
 """Probes, which carry no token."""
 SERVING, NOT_SERVING, SERVICE_UNKNOWN = 1, 2, 3
 LOOK_S = 1.0
@@ -44,6 +44,7 @@ class Health:
         """Return the methods by full name."""
         return {
             f"/{HEALTH}/Check": Method(self._check),
+            f"/{HEALTH}/List": Method(self._list),
             f"/{HEALTH}/Watch": Method(self._watch, is_stream=True),
         }
 
@@ -58,6 +59,14 @@ class Health:
         if status == SERVICE_UNKNOWN:
             raise Failure(StatusCode.NOT_FOUND, f"no service {service[:100]!r} is served here")
         return _status_message(status)
+
+    async def _list(self, rpc: Rpc, data: bytes) -> bytes:
+        status = message("grpc.health.v1.HealthCheckResponse")(status=self._status(""))
+        answer = message("grpc.health.v1.HealthListResponse")()
+        for service in ("", *self._services):
+            answer.statuses[service].CopyFrom(status)
+        listed: bytes = answer.SerializeToString()
+        return listed
 
     async def _watch(self, rpc: Rpc) -> None:
         service = parse("grpc.health.v1.HealthCheckRequest", await rpc.read() or b"").service

@@ -28,6 +28,8 @@ from modelyard.serve.front.begin import class_of, unpack_headers
 REQUEST, RESPONSE = "inference.ModelInferRequest", "inference.ModelInferResponse"
 ID, RAW_INPUT, RAW_OUTPUT, INFER_RESPONSE = 3, 7, 6, 2
 """Numbers of fields: of a request and its answer, of a request, of an answer, of a stream's."""
+ELSEWHERE = "shared_memory_region"
+"""Parameter of a tensor whose bytes are not in the message; with others whose names begin so."""
 CACHED_BYTES = 1 << 11
 """Most bytes, beside its tensors, of a request or an answer whose reading is cached: what is longer
 is read each time."""
@@ -120,12 +122,14 @@ def read_request(data: bytes) -> tuple[Asked, bytes, Sequence[Buffer]]:
 def _read(rest: bytes, sizes: tuple[int, ...]) -> Asked:
     """Return what a request says whose raw tensors have these sizes."""
     request = parse(REQUEST, rest)
-    if sizes and len(sizes) != len(request.inputs):
+    elsewhere = sum(ELSEWHERE in each.parameters for each in request.inputs)
+    if sizes and len(sizes) + elsewhere != len(request.inputs):
         raise _wrong(
-            f"{len(sizes)} raw_input_contents for {len(request.inputs)} inputs; expected as many",
+            f"{len(sizes)} raw_input_contents for {len(request.inputs) - elsewhere} inputs; "
+            "expected as many",
         )
-    inputs, tail = [], []
-    for at, each in enumerate(request.inputs):
+    inputs, tail, raw = [], [], iter(sizes)
+    for each in request.inputs:
         if len(each.shape) > MOST_DIMS:
             raise _wrong(
                 f'input "{each.name}" has {len(each.shape)} dimensions; at most {MOST_DIMS} are '
@@ -135,12 +139,14 @@ def _read(rest: bytes, sizes: tuple[int, ...]) -> Asked:
             raise _wrong(
                 f'input "{each.name}" has contents beside raw_input_contents; expected one of them',
             )
-        if not sizes:
-            tail.append(_to_raw(each))
+        own = _parameters(each.parameters)
+        if ELSEWHERE not in own:
+            if not sizes:
+                tail.append(_to_raw(each))
+            own["binary_data_size"] = next(raw) if sizes else len(tail[-1])
         inputs.append({
             "name": each.name, "datatype": each.datatype, "shape": list(each.shape),
-            "parameters": _parameters(each.parameters)
-            | {"binary_data_size": sizes[at] if sizes else len(tail[-1])},
+            "parameters": own,
         })  # fmt: skip
     parameters = _parameters(request.parameters)
     head: dict[str, Any] = {
@@ -255,7 +261,10 @@ def _describe(head: bytes) -> tuple[bytes, tuple[int, ...], bool]:
     )  # fmt: skip
     for each in found["outputs"]:
         answer.outputs.add(name=each["name"], datatype=each["datatype"], shape=each["shape"])
-    sizes = tuple(each["parameters"]["binary_data_size"] for each in found["outputs"])
+    # One that lies elsewhere has none, and an empty entry among the raw contents, as in Triton.
+    sizes = tuple(
+        each.get("parameters", {}).get("binary_data_size", 0) for each in found["outputs"]
+    )
     has_fields = all(each["datatype"] in CONTENTS for each in found["outputs"])
     return answer.SerializeToString(), sizes, has_fields
 

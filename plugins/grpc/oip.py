@@ -10,6 +10,8 @@ from time import monotonic
 from typing import Any
 
 import orjson
+from google.protobuf.json_format import ParseDict
+from grpc import StatusCode
 
 from modelyard.plugins.grpc.fields import begin_bytes
 from modelyard.plugins.grpc.messages import (
@@ -39,11 +41,20 @@ from modelyard.serve.front.models import (
 
 SERVICE = "inference.GRPCInferenceService"
 INFERS = (f"/{SERVICE}/ModelInfer", f"/{SERVICE}/ModelStreamInfer")
-"""Methods that ask for an answer; they need the right `predict`."""
+"""Methods that ask for an answer."""
 CHANGES = (f"/{SERVICE}/RepositoryModelLoad", f"/{SERVICE}/RepositoryModelUnload")
 """Methods that change what is served."""
 OPEN = (f"/{SERVICE}/ServerLive", f"/{SERVICE}/ServerReady")
 """Probes, which carry no token."""
+_MEMORY = tuple(
+    f"{kind}SharedMemory{act}"
+    for kind in ("System", "Cuda")
+    for act in ("Status", "Register", "Unregister")
+)
+EXTENDED = ("ModelConfig", "ModelStatistics", "TraceSetting", "LogSettings", *_MEMORY)
+"""Triton's methods, which a plug-in answers."""
+PREDICTS = frozenset((*INFERS, *(f"/{SERVICE}/{name}" for name in _MEMORY)))
+"""Methods that need the right `predict`."""
 ENDS_S = 0.1
 """Time before its deadline within which a call that is given up counts as late."""
 
@@ -124,8 +135,11 @@ async def ask(
         front.count_unrouted(http_status(error)[0])
         raise
     if call is not None:
-        call.rows = 1 if asked is None else asked.rows
-        call.submit(parts)
+        if asked is None:
+            call.submit(parts)
+        else:
+            call.rows = asked.rows
+            front.extensions.submit(call, parts, call.submit)
     try:
         answer = await reply.wait()
     except asyncio.CancelledError:
@@ -182,7 +196,19 @@ class Inference:
         methods["RepositoryModelUnload"] = Method(
             partial(_change, "Unload", self._repository.unload)
         )
+        methods |= {name: Method(partial(self._extend, name)) for name in EXTENDED}
         return {f"/{SERVICE}/{name}": method for name, method in methods.items()}
+
+    async def _extend(self, name: str, rpc: Rpc, data: bytes) -> bytes:
+        """Answer a call that a plug-in adds."""
+        request = parse(f"inference.{name}Request", data)
+        answer = self._front.extensions.calls.get(name)
+        if answer is None:
+            raise Failure(StatusCode.UNIMPLEMENTED, f"{name} is not answered by this server")
+        fields = {each.name: getattr(request, each.name) for each in request.DESCRIPTOR.fields}
+        response = message(f"inference.{name}Response")()
+        found: bytes = ParseDict(answer(fields, rpc.headers), response).SerializeToString()
+        return found
 
     # -- what describes --------------------------------------------------------------------------
 
@@ -199,7 +225,9 @@ class Inference:
 
     def _server(self, request: Any) -> Any:
         return message("inference.ServerMetadataResponse")(
-            name="modelyard", version=version("modelyard"), extensions=EXTENSIONS
+            name="modelyard",
+            version=version("modelyard"),
+            extensions=[*EXTENSIONS, *self._front.extensions.names],
         )
 
     def _model(self, request: Any) -> Any:

@@ -13,7 +13,7 @@ from pathlib import Path as File
 from typing import Annotated, Any, TypeVar
 
 import yaml
-from fastapi import APIRouter, Path
+from fastapi import APIRouter, Path, Response
 
 from modelyard.archiver.signature import OIP_DATATYPES
 from modelyard.base.explain_options import EXPLAIN_OPTIONS, Option
@@ -48,6 +48,8 @@ _JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean"}
 def _parameter(name: str, option: Option) -> Schema:
     """Describe a query parameter; one that is one of few has them in a list to choose from."""
     schema: Schema = {"type": _JSON_TYPES[option.type]}
+    if option.type is str:
+        schema["minLength"] = 1
     if option.choices:
         schema["enum"] = list(option.choices)
     if option.limits is not None:
@@ -128,11 +130,14 @@ def described_calls() -> APIRouter:
             summary=call["summary"],
             description=call["text"],
             openapi_extra={
-                "parameters": PARAMETERS.get(call["body"], DOCUMENT["parameters"]),
+                "parameters": PARAMETERS.get(
+                    call["name"].partition("_")[0], DOCUMENT["parameters"]
+                ),
                 "requestBody": DOCUMENT["bodies"][call["body"]],
             },
-            responses={200: {"content": {"application/json": {"schema": answer}}}}
-            if answer
-            else {},
+            response_class=Response,  # whose type is what is said here
+            responses={
+                200: {"content": {call.get("answer", "application/json"): {"schema": answer or {}}}}
+            },
         )
     return router

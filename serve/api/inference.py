@@ -170,6 +170,8 @@ class Calls:
         put = call.put if is_checked else call.submit
         if flags & wire.TENSORS:
             put = partial(put_tensors, call, self.front.check_high, cycle.headers)
+            if self.front.extensions.bring is not None:
+                put = partial(self.front.extensions.submit, call, submit=put)
         elif flags & wire.INSTANCES:
             put = partial(put_instances, call)
         cycle.read_body(put)

@@ -25,15 +25,16 @@ def management_routes(registry: Registry, lifecycle: Lifecycle) -> APIRouter:
 
     @router.get("/models", summary="List models")
     async def list_models(
-        limit: Annotated[int, Query(ge=1, le=PAGE)] = PAGE,
+        limit: Annotated[int, Query(ge=1, description=f"At most {PAGE} are listed.")] = PAGE,
         next_page_token: Annotated[int, Query(ge=0)] = 0,
     ) -> dict[str, Any]:
         """List the default version of each model, by name."""
         defaults = [model for model in registry if registry.is_default(model)]
-        page = defaults[next_page_token : next_page_token + limit]
+        end = next_page_token + min(limit, PAGE)
+        page = defaults[next_page_token:end]
         answer: dict[str, Any] = {}
-        if next_page_token + limit <= len(defaults):
-            answer["nextPageToken"] = str(next_page_token + limit)
+        if end <= len(defaults):
+            answer["nextPageToken"] = str(end)
         answer["models"] = [{"modelName": m.name, "modelUrl": m.file} for m in page]
         return answer
 
@@ -54,7 +55,7 @@ def management_routes(registry: Registry, lifecycle: Lifecycle) -> APIRouter:
     async def register(
         url: Annotated[
             str,
-            Query(description="File of the model store, or URL#sha256=DIGEST."),
+            Query(min_length=1, description="File of the model store, or URL#sha256=DIGEST."),
         ],
         model_name: Annotated[str | None, Query(description="Default: the archive's.")] = None,
         initial_workers: Annotated[

@@ -17,7 +17,7 @@ from modelyard.serve.api.description import ModelName, error_responses, of_model
 from modelyard.serve.control.registry import Registry
 from modelyard.serve.control.repository import Repository
 from modelyard.serve.errors import BadRequest, MethodNotAllowed
-from modelyard.serve.front.begin import ServerState, find_model
+from modelyard.serve.front.begin import Front, ServerState, find_model
 from modelyard.serve.front.models import (
     EXTENSIONS,
     RETRY,
@@ -32,8 +32,9 @@ OPEN_PATHS = ("/ping", "/health/live", "/health/ready", "/v2/health/live", "/v2/
 NOT_READY: dict[int | str, dict[str, Any]] = {503: {"description": "Not ready."}}
 
 
-def oip_routes(registry: Registry, state: ServerState, repository: Repository) -> APIRouter:
+def oip_routes(front: Front, repository: Repository) -> APIRouter:
     """Return the routes that describe; those that infer are the inference API's."""
+    registry, state = front.registry, front.state
     router = APIRouter(prefix="/v2", tags=["open inference protocol"])
 
     @router.get("", summary="Server")
@@ -42,7 +43,7 @@ def oip_routes(registry: Registry, state: ServerState, repository: Repository) -
         return {
             "name": "modelyard",
             "version": version("modelyard"),
-            "extensions": list(EXTENSIONS),
+            "extensions": [*EXTENSIONS, *front.extensions.names],
         }
 
     router.get("/health/live", summary="Alive")(live)
@@ -170,7 +171,7 @@ def asks_for_ready(body: bytes) -> bool:
     Raises:
         BadRequest: it is not such a request.
     """
-    ready = _object(body).get("ready")
+    ready = read_object(body).get("ready")
     if ready is not None and not isinstance(ready, bool):
         raise BadRequest(f"ready is {ready!r}; expected true or false")
     return bool(ready)
@@ -182,7 +183,7 @@ def refuse_overrides(body: bytes) -> None:
     Raises:
         BadRequest: it is not such a request, or has parameters.
     """
-    parameters = _object(body).get("parameters") or {}
+    parameters = read_object(body).get("parameters") or {}
     if not isinstance(parameters, dict) or parameters:
         raise BadRequest(
             "a model is loaded as its archive has it; expected no parameters, such as config or "
@@ -190,7 +191,7 @@ def refuse_overrides(body: bytes) -> None:
         )
 
 
-def _object(body: bytes) -> dict[str, Any]:
+def read_object(body: bytes) -> dict[str, Any]:
     """Return a body's object; empty where there is no body."""
     try:
         found = parse_json(body) if body.strip() else {}

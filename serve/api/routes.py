@@ -12,7 +12,6 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from fastapi.routing import APIRoute
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 
 from modelyard.archiver import ArchiveError
@@ -23,7 +22,7 @@ from modelyard.serve.http.connection import RequestResponseCycle
 from modelyard.serve.settings import what_is_wrong
 
 Message = MutableMapping[str, Any]
-READ = "/v2/repository/"
+READ = "/v2/"
 """Paths whose routes read bodies."""
 _SHOWN = 200
 """Characters of a path, in messages."""
@@ -128,11 +127,14 @@ class Routes:
         if error.status_code == 404:
             return await self._respond(request, NoSuchRoute(self._what_there_is(request)))
         if error.status_code == 405:
-            allowed = Headers(error.headers).get("allow", "")
-            path = request.url.path[:_SHOWN]
+            path = request.url.path
+            routes = [route for route in self.routes if route.path_regex.match(path)]
+            names = list(dict.fromkeys(name for route in routes for name in route.methods or ()))
+            names += ["HEAD"] if "GET" in names else []
+            allowed, path = ", ".join(names), path[:_SHOWN]
             said = f"{request.method} is not taken by {path}; expected {allowed}"
             answer = await self._respond(request, MethodNotAllowed(said))
-            answer.headers["allow"] = f"{allowed}, HEAD" if "GET" in allowed else allowed
+            answer.headers["allow"] = allowed
             return answer
         content = {
             "code": error.status_code,

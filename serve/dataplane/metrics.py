@@ -407,6 +407,10 @@ class KindMetrics:
         self.worker_queue = metrics["worker_queue_seconds"].histogram(*labels)
         self.handler = metrics["handler_seconds"].histogram(*labels)
         self.batch_size = metrics["batch_size"].histogram(*labels)
+        self.batches: dict[int, Histogram] = {}
+        """Rows of a handler's call → how long those took; larger ones than SIZES are left out."""
+        self.failed_s = 0.0
+        """What the latency has of answers with status 400 or above."""
         self.refused_full, self.refused_late, self.refused_poison = Count(), Count(), Count()
         counts = (self.refused_full, self.refused_late, self.refused_poison)
         for reason, count in zip(("full", "deadline", "poison"), counts, strict=True):
@@ -435,6 +439,12 @@ class KindMetrics:
         self.worker_queue.observe(queue_us / 1e6)
         self.handler.observe(handler_us / 1e6)
 
+    def ran_batch(self, rows: int, seconds: float) -> None:
+        """Take one call of the handler."""
+        self.batch_size.observe(rows)
+        if rows <= SIZES[-1]:
+            self.batches.setdefault(rows, Histogram(())).observe(seconds)
+
     def answered(self, code: int, seconds: float, trace_id: str = "") -> None:
         """Count one answer and how long it took; a trace's id is the exemplar of its latency."""
         counts = self._codes.get(code)
@@ -446,6 +456,8 @@ class KindMetrics:
         for count in counts:
             count.value += 1
         self.latency.observe(seconds)
+        if code >= 400:
+            self.failed_s += seconds
         if self.watcher is not None:
             self.watcher(code, seconds)
         if trace_id:

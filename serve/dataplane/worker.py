@@ -480,7 +480,7 @@ class Worker(asyncio.BufferedProtocol):
         if not self._partial[1] and len(self.flight) < before:
             if count:
                 self.answered += count
-                self._pool.metrics.kinds[kind].batch_size.observe(count)
+                self._pool.metrics.kinds[kind].ran_batch(count, frame[0].batch_us / 1e6)
                 if not self._pool.clock.stood_still_since(self.began_at, now):
                     seconds = read_at - self.began_at
                     self._pool.measured(kind, count, seconds, frame[0].batch_us / 1e6)

@@ -14,10 +14,10 @@ import math
 import re
 import secrets
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from time import monotonic
-from typing import Protocol
+from typing import Any, Protocol
 from urllib.parse import parse_qsl
 
 from modelyard.base.explain_options import check_query
@@ -37,6 +37,7 @@ from modelyard.serve.dataplane.call import (
 )
 from modelyard.serve.dataplane.metrics import KINDS, Metrics
 from modelyard.serve.dataplane.tracing import Attributes, Trace, Tracing
+from modelyard.serve.dataplane.wire import Buffer
 
 Headers = list[tuple[bytes, bytes]]
 """Names in lower case, and values."""
@@ -44,6 +45,7 @@ Fields = Sequence[tuple[bytes, bytes]]
 """The same, not to be changed."""
 Served = tuple[str, str] | None
 """Model and version that a request reached."""
+Submit = Callable[[Sequence[Buffer]], None]
 Release = Callable[[], None]
 """Called once, at the end of a request that counted until then."""
 CheckRight = Callable[[str, Headers], None]
@@ -93,6 +95,28 @@ def let_everybody(right: str, headers: Headers) -> None:
     """Check nothing."""
 
 
+class Extensions:
+    """What plug-ins add to the Open Inference Protocol, whichever face a request came by."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        """Names that the server's metadata has beside its own."""
+        self.calls: dict[str, Callable[[Mapping[str, Any], Headers], dict[str, Any]]] = {}
+        """Call's name in gRPC → what answers its fields and headers, messages as JSON has them."""
+        self.bring: Callable[[Call, Sequence[Buffer]], Sequence[Buffer]] | None = None
+        """Returns the body of a call for tensors, with what of it lies elsewhere."""
+
+    def submit(self, call: Call, parts: Sequence[Buffer], submit: Submit) -> None:
+        """Submit a call for tensors, with all of them."""
+        try:
+            whole = parts if self.bring is None else self.bring(call, parts)
+        except errors.ServeError as error:
+            call.arrived(parts, monotonic())
+            call.sink.set_exception(error)
+        else:
+            submit(whole)
+
+
 class Front:
     """Makes calls of requests: the one implementation for every face and dialect.
 
@@ -120,6 +144,7 @@ class Front:
         self.rephrase = rephrase
         self.tracing = tracing
         self.observer = metrics.observer
+        self.extensions = Extensions()
         self._unrouted = metrics["unrouted_requests"]
         self._check_right = check_right
         self._take_quota = take_quota

@@ -707,8 +707,11 @@ class Connection(asyncio.Protocol):
             return
         except httptools.HttpParserError as error:
             cause = error.__context__
+            said = (
+                "HTTP/2; gRPC has a port of its own (grpc_port)" if "PRI/" in str(error) else error
+            )
             self.refuse(
-                cause if isinstance(cause, errors.ServeError) else errors.BadMessage(str(error))
+                cause if isinstance(cause, errors.ServeError) else errors.BadMessage(str(said))
             )
             return
         if self.phase == HEAD:

@@ -130,6 +130,8 @@ def test_arrays_go_and_come_as_bytes(client: Client) -> None:
         "objects": [[b"\xff"], [b"x"]],
     }
     assert got["half"].dtype == np.float16
+    again = pickle.loads(pickle.dumps(got))
+    assert (again.version, again.request_id) == ("1.0", got.request_id) and got.request_id
     got["half"][0, 0] = 5  # it is the caller's own
     assert list(client.infer("tensors", sent, outputs=["flags"])) == ["flags"]
     for wrong in (np.array(["2020-01-01"], np.datetime64), np.array([1, "x"], object), 1j):

@@ -392,6 +392,8 @@ def test_head_of_what_cannot_be_got_says_what_can(server: LiveServer) -> None:
     head = server.client.head("/predictions/echo")
     assert (head.status_code, head.headers["allow"]) == (405, "POST")
     assert server.client.post("/ping").headers["allow"] == "GET, HEAD"
+    assert server.management.options("/models").headers["allow"] == "GET, POST, HEAD"
+    assert server.management.get("/models?limit=1000").status_code == 200
     assert server.management.head("/models").status_code == 200
     assert server.metrics.head("/metrics").status_code == 200
     assert is_well(server)

@@ -118,6 +118,9 @@ def refuse_unfit(settings: Settings) -> None:
         "grpc_port: gRPC is not shared; leave one of both out": settings.grpc_port is not None,
         "allow_load: a load by the inference API would reach one server only; use the management "
         "API, which speaks to all": settings.allow_load,
+        "shared_memory: a region would be known to one server only; leave one of both out": (
+            settings.shared_memory
+        ),
         "reload: edits would be served by each server at another time; edit with one": bool(
             settings.reload
         ),
