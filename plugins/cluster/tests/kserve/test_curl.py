@@ -92,7 +92,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 10))
     with warnings.catch_warnings(action="ignore"):  # TorchServe's archives hold TorchScript
-        torch.jit.script(net).save(str(folder / "net.pt"))
+        torch.jit.save(torch.jit.script(net), folder / "net.pt")
     (folder / "label").write_text(str(int(net(BLANK[None]).argmax())))
     (folder / "digits_handler.py").write_text(HANDLER)
     (folder / "twice.py").write_text(TWICE)
@@ -105,12 +105,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     data = base64.b64encode(png.getvalue()).decode()
     tensor = {"name": "input-0", "shape": [1, 28, 28], "datatype": "FP32", "data": [BLANK.tolist()]}
     flat = {"name": "ids", "shape": 784, "datatype": "FP32", "data": BLANK.flatten().tolist()}
-    text = {"name": "312a4eb0", "shape": -1, "datatype": "BYTES", "data": data}
+    encoded = {"name": "312a4eb0", "shape": -1, "datatype": "BYTES", "data": data}
     bodies: dict[str, Any] = {
         "mnist.json": {"instances": [{"data": data, "target": 0}]},
         "tensor_conv/mnist_v2.json": {"id": "d3b15cad", "inputs": [tensor]},
-        "bytes_conv/mnist_v2_bytes.json": {"inputs": [text]},
-        "sequence_classification/bytes/bert_v2.json": {"id": "d3b15cad", "inputs": [text]},
+        "bytes_conv/mnist_v2_bytes.json": {"inputs": [encoded]},
+        "sequence_classification/bytes/bert_v2.json": {"id": "d3b15cad", "inputs": [encoded]},
         "sequence_classification/tensor/bert_v2.json": {"id": "33abc661", "inputs": [flat]},
     }
     for name, body in bodies.items():
