@@ -140,7 +140,9 @@ class Client:
         """
         return self.run(self.calls.explain(model, body, content_type, options))
 
-    def infer(self, model: str, inputs: Arrays, *, outputs: list[str] | None = None) -> Outputs:
+    def infer(
+        self, model: str, inputs: Arrays, *, outputs: list[str] | None = None
+    ) -> Outputs:
         """Return a model's own outputs for its own inputs, numpy arrays by name, sent as bytes.
 
         They are a dict that has the `version` and the `request_id`, too.
