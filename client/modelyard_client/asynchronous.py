@@ -140,7 +140,11 @@ class AsyncClient:
         return await self.run(self.calls.explain(model, body, content_type, options))
 
     async def infer(
-        self, model: str, inputs: Arrays, *, outputs: list[str] | None = None
+        self,
+        model: str,
+        inputs: Arrays,
+        *,
+        outputs: list[str] | None = None,
     ) -> Outputs:
         """Return a model's own outputs for its own inputs, numpy arrays by name, sent as bytes.
 

@@ -141,7 +141,11 @@ class Client:
         return self.run(self.calls.explain(model, body, content_type, options))
 
     def infer(
-        self, model: str, inputs: Arrays, *, outputs: list[str] | None = None
+        self,
+        model: str,
+        inputs: Arrays,
+        *,
+        outputs: list[str] | None = None,
     ) -> Outputs:
         """Return a model's own outputs for its own inputs, numpy arrays by name, sent as bytes.
 
