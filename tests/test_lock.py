@@ -28,8 +28,8 @@ DEPENDENCIES = [
     if Requirement(line).name not in OWN
 ]
 EXTRAS = PROJECT["optional-dependencies"]
-UNLOCKED = ("ray",)
-"""Extras that only those install who know why (docs/decisions/0090-cells-of-ray.md)."""
+UNLOCKED = ("ray", "s3", "gs", "az")
+"""Extras that only those install who know why (docs/decisions/0090-cells-of-ray.md, 0122-archives-by-url.md)."""
 USERS_EXTRAS = [name for name in EXTRAS if name not in ("all", "dev", *UNLOCKED)]
 PINNED = dict(re.findall(r"^([a-z0-9-]+)==([^ \n]+)", LOCK + TORCH, re.M))
 
@@ -75,13 +75,10 @@ def test_no_major_version_is_allowed_that_was_not_tested() -> None:
 def test_all_is_every_extra_of_users_and_who_misses_one_is_told_its_name() -> None:
     (everything,) = map(Requirement, EXTRAS["all"])
     assert everything.extras == set(USERS_EXTRAS)
-    assert set(extras.EXTRAS.values()) == set(USERS_EXTRAS)
+    assert set(extras.EXTRAS.values()) == {*USERS_EXTRAS, *UNLOCKED} - {"ray"}
     for module, extra in extras.EXTRAS.items():
-        brings = [
-            line
-            for line in EXTRAS[extra]
-            if line.startswith(module.partition("_")[0].replace(".", "-"))
-        ]
+        package = module.replace(".", "-").replace("_", "-")
+        brings = [line for line in EXTRAS[extra] if line.startswith(package)]
         assert brings, f"{module} is not in modelyard[{extra}]"
 
 

@@ -151,23 +151,22 @@ def statistics(model: ModelVersion) -> Message:
             },
             "fail": {"count": failed, "ns": _ns(meters.failed_s)},
             "queue": _duration(meters.queue_time),
-            **_computed(meters.handler),
+            **_computed(_duration(meters.handler)),
             "cache_hit": none,
             "cache_miss": none,
         },
         "batch_stats": [
-            {"batch_size": rows, **_computed(times)}
-            for rows, times in sorted(meters.batches.items())
+            {"batch_size": rows, **_computed({"count": int(count), "ns": _ns(seconds)})}
+            for rows, (count, seconds) in sorted(meters.batches.items())
         ],
     }
 
 
-def _computed(times: Histogram) -> Message:
+def _computed(whole: Message) -> Message:
     """Return the three parts of a handler's time, which is not taken apart: all is in the second.
 
     perf_analyzer ends where their counts differ.
     """
-    whole = _duration(times)
     part = {**whole, "ns": 0}
     return {"compute_input": part, "compute_infer": whole, "compute_output": part}
 

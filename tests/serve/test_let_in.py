@@ -98,6 +98,8 @@ def expected(api: str, path: str, whose: str | None, is_open: bool) -> str:
     if whose is None or whose == "unknown":
         return UNKNOWN
     right = {"inference": right_of(path), "management": "manage", "metrics": "metrics"}[api]
+    if "sharedmemory" in path:  # who may not ask for answers has nothing to put there
+        right = "predict"
     own = "management" if right == "manage" else "inference"
     return IN if right is None or whose == own else UNFIT
 

@@ -46,7 +46,8 @@ class Served:
         metrics = VersionMetrics(Metrics(), *KEY)
         queue = SimpleNamespace(waiting=0)
         self.model = SimpleNamespace(
-            name="m", version="1", metrics=metrics, pool=self.pool, batchers=[queue, queue],
+            name="m", version="1", metrics=metrics, pool=self.pool, pools=[self.pool],
+            batchers=[queue, queue],
             explainers=None, file="m.mar", digest="d" * 64,
         )  # fmt: skip
         self.predict = metrics.kinds[0]
