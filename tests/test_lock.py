@@ -29,7 +29,7 @@ DEPENDENCIES = [
 ]
 EXTRAS = PROJECT["optional-dependencies"]
 UNLOCKED = ("ray", "s3", "gs", "az")
-"""Extras that only those install who know why (docs/decisions/0090-cells-of-ray.md, 0122-archives-by-url.md)."""
+"""Extras that only those install who know why (docs/decisions/, 0090 and 0122)."""
 USERS_EXTRAS = [name for name in EXTRAS if name not in ("all", "dev", *UNLOCKED)]
 PINNED = dict(re.findall(r"^([a-z0-9-]+)==([^ \n]+)", LOCK + TORCH, re.M))
 
@@ -77,8 +77,11 @@ def test_all_is_every_extra_of_users_and_who_misses_one_is_told_its_name() -> No
     assert everything.extras == set(USERS_EXTRAS)
     assert set(extras.EXTRAS.values()) == {*USERS_EXTRAS, *UNLOCKED} - {"ray"}
     for module, extra in extras.EXTRAS.items():
-        package = module.replace(".", "-").replace("_", "-")
-        brings = [line for line in EXTRAS[extra] if line.startswith(package)]
+        brings = [
+            line
+            for line in EXTRAS[extra]
+            if line.startswith(module.partition("_")[0].replace(".", "-"))
+        ]
         assert brings, f"{module} is not in modelyard[{extra}]"
 
 

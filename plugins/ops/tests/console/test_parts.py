@@ -224,8 +224,8 @@ class Served:
         pool = SimpleNamespace(slots=[SimpleNamespace(worker=None)] * 2, ready_count=2, busy_s=0.0)
         queue = SimpleNamespace(waiting=3)
         self.model = SimpleNamespace(
-            name="m", version="1", metrics=metrics, pool=pool, pools=[pool], batchers=[queue, queue],
-            explainers=None,
+            name="m", version="1", metrics=metrics, pool=pool, pools=[pool],
+            batchers=[queue, queue], explainers=None,
         )  # fmt: skip
         self.predict = metrics.kinds[0]
         self.models = [self.model]
