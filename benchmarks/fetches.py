@@ -51,10 +51,10 @@ print(fetch.place(source, Path(cache), limits=Limits(silence_s=float(silence_s))
 
 
 class Server(http.server.ThreadingHTTPServer):
-    """A server that is silent about clients that leave."""
+    """A server that logs nothing when a client disconnects."""
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 class Proxy:

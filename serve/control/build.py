@@ -153,10 +153,8 @@ class Builder:
         before: VersionMetrics | None,
     ) -> ModelVersion:
         manifest, file, name = archive.manifest, archive.path.name, plan.load["name"]
-        if (
-            is_url(spec.location) and not is_fetched
-        ):  # the next start finds it by this, in the cache
-            file = spec.location
+        if is_url(spec.location) and not is_fetched:
+            file = spec.location  # by which the next start finds it in the cache
         handler = plan.load["handler"]
         predicting = plan
         if config.explain_workers:

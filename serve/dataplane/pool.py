@@ -548,7 +548,7 @@ class Pool:
 
 
 def _retire(slots: Iterable[ReplicaSlot]) -> None:
-    """Give these workers nothing new."""
+    """Hand these workers no more requests."""
     for slot in slots:
         slot.is_closing = True
         if slot.worker is not None:
