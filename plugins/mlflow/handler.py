@@ -49,6 +49,10 @@ class MlflowHandler(BaseHandler):
             self.columns = tuple(each.name for each in read_features(features)[0])
         is_onnx = self.report is not None and self.report.checkpoint_kind == "ONNX"
         self.is_named = is_onnx or len(self.output_names) > 1
+        self.read_any_number_of_rows()
+
+    def read_any_number_of_rows(self) -> None:
+        """Have a request hold more rows than a call of the model."""
         specs = self.inputs
         if not self.is_whole:
             specs = tuple(replace(s, shape=(Dim("rows"), *s.shape[1:])) for s in self.inputs)
