@@ -70,7 +70,8 @@ def theirs(model: Path, folder: Path) -> Iterator[str]:
     """Serve a model by MLflow."""
     url = f"http://127.0.0.1:{(port := free_port())}"
     env = {**os.environ, "PATH": f"{PEER}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
-    command = [PEER / "mlflow", "models", "serve", "-m", model, "--env-manager", "local"]
+    command: list[str | Path] = [PEER / "mlflow", "models", "serve", "-m", model]
+    command += ["--env-manager", "local"]
     with (folder / "mlflow.log").open("wb") as log:
         process = subprocess.Popen(
             [*command, "-p", str(port), "-w", "1"], env=env, stdout=log, stderr=log,

@@ -4,7 +4,6 @@ MLflow imports this by the entry points `mlflow.deployments`, and nobody else.
 """
 
 import os
-import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +13,6 @@ from urllib.parse import quote
 
 from mlflow.deployments import BaseDeploymentClient, PredictionsResponse
 from mlflow.exceptions import MlflowException
-from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST
 from mlflow.utils.proto_json_utils import dump_input_data
 
 from modelyard.archiver import ArchiveError, archive
@@ -24,22 +22,16 @@ from modelyard.serve.errors import ServeError
 from modelyard.serve.tools.client import Endpoint, call, find_endpoint
 from modelyard.serve.tools.models_cli import all_versions
 
-TOKEN = "MODELYARD_TOKEN"
 Config = dict[str, Any] | None
 OPTIONS = ("model", "format", "workers", "model_store")
-HELP = """
--t modelyard: the server of the state folder MODELYARD_STATE_DIR, with its own token.
--t modelyard:http://HOST:8081: the management API of a server, with MODELYARD_TOKEN.
-  -C model=file.py:Class  the class of a pickled model or state dict
-  -C format=onnx|pt2      by default ONNX where that can be written
-  -C workers=N            by default the server's
-  -C model_store=DIR      the server's folder of archives, by default model_store
-"""
 
 
 def target_help() -> str:
     """Return what a target and its configuration are."""
-    return HELP
+    return """\
+-t modelyard: the server of MODELYARD_STATE_DIR; -t modelyard:http://HOST:8081 with MODELYARD_TOKEN.
+  -C model=file.py:Class -C format=onnx|pt2 -C workers=N -C model_store=DIR of the server
+"""
 
 
 def run_local(
@@ -62,25 +54,21 @@ class ModelyardDeployments(BaseDeploymentClient):  # type: ignore[misc]
     """One server's models."""
 
     def create_deployment(
-        self, name: str, model_uri: str, flavor: str | None = None, config: Config = None,
-        endpoint: str | None = None,
-    ) -> dict[str, Any]:  # fmt: skip
+        self, name: str, model_uri: str, flavor: str | None = None, config: Config = None
+    ) -> dict[str, Any]:
         """Export, archive and serve a model under a new name."""
         if self._versions(name):
             raise MlflowException(f'"{name}" is served; `update` replaces it')
         return self._deploy(name, "1", model_uri, config or {})
 
     def update_deployment(
-        self, name: str, model_uri: str | None = None, flavor: str | None = None,
-        config: Config = None, endpoint: str | None = None,
-    ) -> dict[str, Any]:  # fmt: skip
+        self, name: str, model_uri: Any = None, flavor: str | None = None, config: Config = None
+    ) -> dict[str, Any]:
         """Serve another model under a name, as its next version, in place of those before."""
         before = self.get_deployment(name)["versions"]
         if model_uri is None:
             raise MlflowException("update needs --model-uri; workers are `modelyard models scale`")
-        numbers = [
-            int(found[0]) for each in before if (found := re.match(r"\d+", each["modelVersion"]))
-        ]
+        numbers = [int(v) for each in before if (v := each["modelVersion"]).isdecimal()]
         version = str(max(numbers, default=0) + 1)
         deployed = self._deploy(name, version, model_uri, config or {})
         self._ask("PUT", f"/models/{quote(name)}/{version}/set-default")
@@ -88,26 +76,24 @@ class ModelyardDeployments(BaseDeploymentClient):  # type: ignore[misc]
             self._ask("DELETE", f"/models/{quote(name)}/{quote(each['modelVersion'])}")
         return deployed
 
-    def delete_deployment(
-        self, name: str, config: Config = None, endpoint: str | None = None
-    ) -> None:
+    def delete_deployment(self, name: str, config: Config = None) -> None:
         """End serving every version of a name; one that is not there is no error."""
         for each in sorted(self._versions(name), key=lambda each: bool(each["isDefault"])):
             self._ask("DELETE", f"/models/{quote(name)}/{quote(each['modelVersion'])}")
 
-    def list_deployments(self, endpoint: str | None = None) -> list[dict[str, Any]]:
+    def list_deployments(self) -> list[dict[str, Any]]:
         """Return what is served, a name each."""
         names = dict.fromkeys(each["modelName"] for each in self._versions())
         return [{"name": name} for name in names]
 
-    def get_deployment(self, name: str, endpoint: str | None = None) -> dict[str, Any]:
+    def get_deployment(self, name: str) -> dict[str, Any]:
         """Return every version of a name, as the management API describes it."""
         if not (versions := self._versions(name)):
-            raise MlflowException(f'"{name}" is not served', error_code=RESOURCE_DOES_NOT_EXIST)
+            raise MlflowException(f'"{name}" is not served')
         return {"name": name, "versions": versions}
 
     def predict(
-        self, deployment_name: str | None = None, inputs: Any = None, endpoint: str | None = None
+        self, deployment_name: str | None = None, inputs: Any = None
     ) -> PredictionsResponse:
         """Return the predictions for a table, an array, or a body of the scoring protocol."""
         body, headers = dump_input_data(inputs).encode(), {"content-type": "application/json"}
@@ -149,7 +135,9 @@ class ModelyardDeployments(BaseDeploymentClient):  # type: ignore[misc]
         _, _, url = str(self.target_uri).partition(":")
         if url and api == "inference":
             raise MlflowException(f"{url} is the management API; ask the inference API itself")
-        return find_endpoint(api, state_folder(None), url or None, os.environ.get(TOKEN))
+        return find_endpoint(
+            api, state_folder(None), url or None, os.environ.get("MODELYARD_TOKEN")
+        )
 
     def _ask(self, method: str, path: str, **query: Any) -> None:
         with _told():

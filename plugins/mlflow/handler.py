@@ -30,7 +30,8 @@ class MlflowHandler(BaseHandler):
     """Answer `{"predictions": …}` to what `mlflow models serve` takes, as it would.
 
     A body has several rows: an object with one of `FORMS`, or a table as CSV. Any other body is one
-    row, as BaseHandler takes it, and is answered so. `features.json` names the columns of a table.
+    row, as BaseHandler takes it, and is answered so; one that is explained is of that kind.
+    `features.json` names the columns of a table.
     """
 
     def __init__(self) -> None:
@@ -71,26 +72,17 @@ class MlflowHandler(BaseHandler):
             for row, requests in zip(data, parts, strict=True)
         ]
 
-    def _read_row(self, row: Mapping[str, Any]) -> list[np.ndarray]:
-        """Return the one row of a request, which is explained or is a body of its own."""
-        tensors = self._read(row)
-        if tensors is None:
-            return super()._read_row(row)
-        if any(len(each) != 1 for each in tensors.values()):
-            raise BadInput("the body has several rows; expected one, which is explained")
-        return [each[0] for each in tensors.values()]
-
     def _read(self, row: Mapping[str, Any]) -> Tensors | None:
         """Return the inputs that a request has; None where it is not of this protocol."""
         body = body_of(row)
         if isinstance(body, str) and body.lstrip()[:1] not in ("{", "["):
             return self._tensors(_read_csv(body))
         content = parse_json(body)
-        given = [form for form in FORMS if form in content] if isinstance(content, dict) else []
-        if not given:
-            return None
+        given = [form for form in FORMS if form in as_object(content)]
         if len(given) > 1:
             raise BadInput(f"the body has {' and '.join(given)}; expected exactly one of them")
+        if not given:
+            return None
         if content.get("params"):
             raise BadInput("the body has params; expected none: the artifact takes no parameters")
         return self._tensors(self._values(given[0], content[given[0]]))

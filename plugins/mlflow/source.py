@@ -173,9 +173,6 @@ def _asks(server: str) -> Iterator[None]:
 
 def _why(answer: httpx.Response) -> str:
     """Return what the server says of an error."""
-    try:
-        said = answer.json()
-        return f"{said['error_code']}: {said['message']}"
-    except (ValueError, KeyError, TypeError):
-        advice = "; set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or …_TOKEN"
-        return f"status {answer.status_code}{advice * (answer.status_code in (401, 403))}"
+    advice = "; set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or …_TOKEN"
+    is_refused = answer.status_code in (401, 403)
+    return f"status {answer.status_code}: {answer.text[:300]}{advice * is_refused}"

@@ -72,8 +72,9 @@ def save(folder: Path) -> None:
         if name.startswith("onnx"):
             mlflow.onnx.save_model(program.model_proto, str(folder / name), **common)
         else:
-            # A program is traced with it, which takes arrays alone.
-            given = {**common, "input_example": rows}
+            # A program has a signature of tensors alone.
+            form = "pickle" if name == "table" else "pt2"
+            given = {**common, "input_example": example, "serialization_format": form}
             mlflow.pytorch.save_model(net, str(folder / name), **given)
 
 

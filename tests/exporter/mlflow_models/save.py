@@ -49,9 +49,7 @@ def _save(folder: Path, name: str, kind: str) -> None:
         common["signature"] = infer_signature(example, answer)
     if "table" in kind:
         columns = pandas.DataFrame(example, columns=[f"c{at}" for at in range(example.shape[1])])
-        # A program is traced with its example, which has to be an array.
-        given = example if kind == "table" else columns
-        common |= {"input_example": given, "signature": infer_signature(columns, answer)}
+        common |= {"input_example": columns, "signature": infer_signature(columns, answer)}
     elif "example" in kind:
         common["input_example"] = example
     elif "tensor" in kind:
@@ -107,7 +105,7 @@ def main(folder: Path) -> None:
     kinds["pickle-table"] = ["mlp"]
     if IS_3:
         kinds |= {"example": list(MODELS), "tensor": ["mlp", "conv", "tokens", "attends"]}
-        kinds |= {"unsigned-example": ["mlp", "conv"], "table": ["mlp"], "onnx-table": ["mlp"]}
+        kinds |= {"unsigned-example": ["mlp", "conv", "tokens"], "onnx-table": ["mlp"]}
         kinds["onnx"] += ["conv", "tokens", "attends"]
         _save_others(folder)
     else:
