@@ -96,10 +96,10 @@ class MlflowHandler(BaseHandler):
             return rows if names in (None, [*self.columns]) else _by_name(names, rows)
         records = given if isinstance(given, list) and given else [None]
         if form == "dataframe_records" or isinstance(records[0], dict):
-            names = as_object(records[0]).keys()
-            if not names or any(as_object(each).keys() != names for each in records):
+            keys = as_object(records[0]).keys()
+            if not keys or any(as_object(each).keys() != keys for each in records):
                 raise BadInput(f"{form} has no records; expected objects with the same columns")
-            return {name: [each[name] for each in records] for name in names}
+            return {key: [each[key] for each in records] for key in keys}
         return given
 
     def _tensors(self, values: Any) -> Tensors:

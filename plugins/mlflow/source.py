@@ -15,8 +15,9 @@ from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 import httpx
 
+from modelyard.archiver.digest import digest_of_all
 from modelyard.exporter.errors import CheckpointError
-from modelyard.exporter.ingest.value import digest_files, digest_of_all
+from modelyard.exporter.ingest.value import digest_files
 from modelyard.exporter.sources import Fetched, Tell
 
 MOST_BYTES, MOST_FILES = 256 << 30, 1000
@@ -57,9 +58,7 @@ def _find(server: "_Server", location: str) -> tuple[str, str, dict[str, str]]:
     if named := _VERSION.fullmatch(location):
         name, version = unquote(named["name"]), named["version"]
         if version is None:
-            found = server.ask(
-                "mlflow/registered-models/alias", name=name, alias=unquote(named["alias"])
-            )
+            found = server.ask("mlflow/registered-models/alias", name=name, alias=named["alias"])
             version = str(found["model_version"]["version"])
         about = server.ask("mlflow/model-versions/get", name=name, version=version)["model_version"]
         place = server.ask("mlflow/model-versions/get-download-uri", name=name, version=version)
@@ -96,16 +95,14 @@ class _Server(httpx.Client):
         if parts.scheme not in ("http", "https"):
             raise CheckpointError(
                 f'MLFLOW_TRACKING_URI is "{uri.rpartition("@")[2]}"; expected http:// or https:// '
-                "of a tracking server: `mlflow server --backend-store-uri …` makes one of a folder "
-                "or database"
+                "of a tracking server, as `mlflow server --backend-store-uri …` starts one"
             )
         netloc = parts.netloc.rpartition("@")[2]
         self.shown = urlunsplit((parts.scheme, netloc, parts.path.rstrip("/"), "", ""))
-        given = {name: os.environ.get(f"MLFLOW_TRACKING_{name}", "") for name in _SECRETS}
-        auth = (given["USERNAME"], given["PASSWORD"]) if given["USERNAME"] else None
-        headers = {}
-        if given["TOKEN"] and not auth and not parts.username:
-            headers["authorization"] = f"Bearer {given['TOKEN']}"
+        user, password, token = (os.environ.get(f"MLFLOW_TRACKING_{each}", "") for each in _SECRETS)
+        auth = (user, password) if user else None
+        is_shown = token and not auth and not parts.username
+        headers = {"authorization": f"Bearer {token}"} if is_shown else {}
         super().__init__(base_url=uri, auth=auth, headers=headers, timeout=TIMEOUT_S)
 
     def ask(self, call: str, /, **query: str) -> Any:
@@ -144,7 +141,7 @@ class _Server(httpx.Client):
 
     def _list(self, root: str) -> list[str]:
         """Return every file below a place, by its path from there."""
-        files, folders, seen = [], [""], 0
+        folders, files, seen = [""], list[str](), 0
         while folders:
             below = folders.pop()
             path = f"{root}/{below}".rstrip("/")

@@ -62,6 +62,7 @@ def save(folder: Path) -> None:
         net, (torch.from_numpy(rows),), dynamo=True, verbose=False,
         dynamic_shapes=({0: "batch"},), output_names=["scores"],
     )  # fmt: skip
+    assert program is not None
     table = pandas.DataFrame(rows, columns=COLUMNS)
     for name in MODELS:
         example = table if name.endswith("table") else rows
@@ -99,7 +100,8 @@ def serve(model: Path) -> dict[str, Any]:
         port = bound.getsockname()[1]
     here = Path(sys.executable).parent
     env = {**os.environ, "PATH": f"{here}:{os.environ['PATH']}"}
-    command = [here / "mlflow", "models", "serve", "-m", model, "--env-manager", "local"]
+    command: list[str | Path] = [here / "mlflow", "models", "serve", "-m", model]
+    command += ["--env-manager", "local"]
     process = subprocess.Popen([*command, "-p", str(port)], env=env, start_new_session=True)
     url = f"http://127.0.0.1:{port}"
     try:
