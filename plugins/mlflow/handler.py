@@ -23,7 +23,6 @@ from modelyard.handlers.tasks.tabular_handler import read_features
 from modelyard.handlers.tensors import TensorRequest
 
 FORMS = ("dataframe_records", "dataframe_split", "inputs", "instances")
-Tensors = dict[str, np.ndarray]
 
 
 class MlflowHandler(BaseHandler):
@@ -72,7 +71,7 @@ class MlflowHandler(BaseHandler):
             for row, requests in zip(data, parts, strict=True)
         ]
 
-    def _read(self, row: Mapping[str, Any]) -> Tensors | None:
+    def _read(self, row: Mapping[str, Any]) -> dict[str, np.ndarray] | None:
         """Return the inputs that a request has; None where it is not of this protocol."""
         body = body_of(row)
         if isinstance(body, str) and body.lstrip()[:1] not in ("{", "["):
@@ -102,7 +101,7 @@ class MlflowHandler(BaseHandler):
             return {key: [each[key] for each in records] for key in keys}
         return given
 
-    def _tensors(self, values: Any) -> Tensors:
+    def _tensors(self, values: Any) -> dict[str, np.ndarray]:
         """Return the model's inputs, of rows or of columns by name."""
         names = [spec.name for spec in self.inputs]
         if not isinstance(values, dict):
@@ -125,7 +124,7 @@ class MlflowHandler(BaseHandler):
             raise BadInput(f"Model is missing inputs {missing}.")
         return names
 
-    def _requests(self, tensors: Tensors) -> list[TensorRequest]:
+    def _requests(self, tensors: Mapping[str, np.ndarray]) -> list[TensorRequest]:
         """Return a request in as many as the model takes in one call."""
         datatypes = {spec.name: OIP_DATATYPES.get(spec.dtype, "") for spec in self.inputs}
         if not self.has_rows:

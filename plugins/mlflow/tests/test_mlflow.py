@@ -266,7 +266,8 @@ def server(
 
 def test_invocations_reach_the_named_model_in_mlflows_form(server: LiveServer) -> None:
     rows = np.random.default_rng(7).random((20, 1, 8, 8)).round(3)  # in three calls of the model
-    url, given = f"{server.about['inference']}/invocations", {"inputs": rows.tolist()}
+    base, given = server.about["inference"], {"inputs": rows.tolist()}
+    url = f"{base}/invocations"
     missing = httpx.post(url, json=given)
     assert missing.status_code == 404
     assert missing.json()["error_code"] == "RESOURCE_DOES_NOT_EXIST"
@@ -276,12 +277,10 @@ def test_invocations_reach_the_named_model_in_mlflows_form(server: LiveServer) -
     alone = [httpx.post(url, json={"instances": [row]}).json() for row in rows[[0, 19]].tolist()]
     each = [answer["predictions"][0] for answer in alone]
     np.testing.assert_allclose([found.json()["predictions"][at] for at in (0, 19)], each, atol=1e-5)
-    same = httpx.post(f"{server.about['inference']}/predictions/digits", json=given)
+    same = httpx.post(f"{base}/predictions/digits", json=given)
     assert same.json() == found.json()
     tensor = {"name": "image", "shape": [1, 1, 8, 8], "datatype": "FP32", "data": rows[0].tolist()}
-    named = httpx.post(
-        f"{server.about['inference']}/v2/models/digits/infer", json={"inputs": [tensor]}
-    )
+    named = httpx.post(f"{base}/v2/models/digits/infer", json={"inputs": [tensor]})
     np.testing.assert_allclose(named.json()["outputs"][0]["data"], each[0], atol=1e-5)
     for body, kind, status in (
         (b"{", "application/json", 400),
@@ -294,9 +293,7 @@ def test_invocations_reach_the_named_model_in_mlflows_form(server: LiveServer) -
         if status == 400:
             assert wrong.json().keys() == {"error_code", "message"}
             assert wrong.json()["error_code"] == "BAD_REQUEST"
-    probes = [
-        httpx.get(f"{server.about['inference']}/{path}") for path in ("ping", "health", "version")
-    ]
+    probes = [httpx.get(f"{base}/{path}") for path in ("ping", "health", "version")]
     assert [each.status_code for each in probes] == [200, 200, 200]
 
 
