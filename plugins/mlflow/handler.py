@@ -93,7 +93,7 @@ class MlflowHandler(BaseHandler):
             if not isinstance(rows, list):
                 raise BadInput("dataframe_split has no data; expected a list of rows")
             return rows if names in (None, [*self.columns]) else _by_name(names, rows)
-        records = given if isinstance(given, list) and given else [None]
+        records: list[Any] = given if isinstance(given, list) and given else [None]
         if form == "dataframe_records" or isinstance(records[0], dict):
             keys = as_object(records[0]).keys()
             if not keys or any(as_object(each).keys() != keys for each in records):

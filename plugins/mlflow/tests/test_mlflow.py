@@ -141,7 +141,8 @@ def test_a_model_of_a_tracking_server_is_fetched_with_where_it_is_from(
 ) -> None:
     with tracking(FILES) as (url, _):
         monkeypatch.setenv("MLFLOW_TRACKING_URI", url)
-        found, names = fetched(location, said := [])
+        said: list[str] = []
+        found, names = fetched(location, said)
     assert names == ["data/model.pt2"]
     assert found.name == name
     about = dict(found.origin)
@@ -305,7 +306,7 @@ def test_invocations_reach_the_named_model_in_mlflows_form(server: LiveServer) -
 @pytest.mark.timeout(900)
 def test_the_recorded_answers_are_those_of_mlflow(tmp_path: Path) -> None:
     (tmp_path / "models").mkdir()
-    command = [PEER / "python", "-W", "ignore", HERE / "bodies.py"]
+    command: list[str | Path] = [PEER / "python", "-W", "ignore", HERE / "bodies.py"]
     subprocess.run([*command, tmp_path / "models", tmp_path / "answers.json"], check=True)
     assert json.loads((tmp_path / "answers.json").read_text()) == ANSWERS
 

@@ -35,7 +35,8 @@ def train_lightning(folder: Path, callback: Any, is_broken: bool = False) -> Any
             return scores
 
         def training_step(self, batch: Tensor, _: int) -> Tensor:
-            return self(batch).square().mean()
+            loss: Tensor = self(batch).square().mean()
+            return loss
 
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -53,7 +54,7 @@ def train_lightning(folder: Path, callback: Any, is_broken: bool = False) -> Any
             pl.callbacks.ModelCheckpoint(folder, save_top_k=-1, filename="{step}"),
         ],
     )
-    trainer.fit(net, torch.utils.data.DataLoader(torch.ones(4, 4)))
+    trainer.fit(net, torch.utils.data.DataLoader([*torch.ones(4, 4)]))
     return net
 
 
@@ -103,7 +104,7 @@ def test_the_checkpoints_of_transformers_trainer_are_exported(tmp_path: Path) ->
     )
     net = BertForSequenceClassification(config)
     callbacks = [ExportCallback(strict=True, **QUICK)]
-    Trainer(net, arguments, train_dataset=[row] * 4, callbacks=callbacks).train()  # type: ignore[arg-type]
+    Trainer(net, arguments, train_dataset=[row] * 4, callbacks=callbacks).train()
     assert (tmp_path / "checkpoint-2" / "config.json").is_file()
     assert [path.name for path in tmp_path.glob("*.onnx")] == ["checkpoint-2.onnx"]
 
