@@ -30,16 +30,15 @@ CODES = {
 
 def make_face(inside: Inside) -> Invocations | None:
     """Return the face; None where the setting `invocations` names no model."""
-    name = inside.settings.invocations
-    return Invocations(inside, name) if name else None  # type: ignore[abstract]
+    return Invocations(inside) if inside.settings.invocations else None  # type: ignore[abstract]
 
 
 class Invocations(Face):
     """`POST /invocations`, and the probes beside it that no other API has."""
 
-    def __init__(self, inside: Inside, name: str) -> None:
+    def __init__(self, inside: Inside) -> None:
         self._front = inside.front
-        self._target = Target(PREDICT, [name])
+        self._target = Target(PREDICT, [str(inside.settings.invocations)])
         self._check = inside.checks["inference"](lambda _: "predict")
         self._answers = MlflowAnswers(
             inside.front.state, lambda *error: as_mlflow(*error_answer(*error)),
