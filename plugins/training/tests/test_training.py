@@ -54,7 +54,8 @@ def train_lightning(folder: Path, callback: Any, is_broken: bool = False) -> Any
             pl.callbacks.ModelCheckpoint(folder, save_top_k=-1, filename="{step}"),
         ],
     )
-    trainer.fit(net, torch.utils.data.DataLoader([*torch.ones(4, 4)]))
+    rows: Any = torch.ones(4, 4)
+    trainer.fit(net, torch.utils.data.DataLoader(rows))
     return net
 
 
