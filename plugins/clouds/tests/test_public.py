@@ -54,6 +54,7 @@ def picture(mode: str, *sizes: int) -> bytes:
 
 
 ONES = np.ones((2, 1, 28, 28), np.float32)
+ROWS = b"1," * 783 + b"1\n" + b"2," * 783 + b"2"
 MNIST = (NPY, npy(ONES), (2, 10))
 INPUTS = (JSON, json.dumps({"inputs": ONES.tolist()}).encode(), (2, 10))
 NET = "from inference import Net; torch.save(Net().state_dict(), 'model.pth')"
@@ -126,7 +127,7 @@ class Public:
 PUBLIC = {
     "mnist": Public(TOOLKIT, "mnist/model_cpu/code/mnist.py", MNIST, shipped="../torch_model.pth"),
     "mnist_1d": Public(
-        TOOLKIT, "model_cpu/1d/code/mnist_1d.py", (CSV, b"1," * 783 + b"1\n" + b"2," * 783 + b"2", (2, 10)),
+        TOOLKIT, "model_cpu/1d/code/mnist_1d.py", (CSV, ROWS, (2, 10)),
         shipped="../torch_model.pth",
     ),
     "call_model_fn_once": Public(TOOLKIT, "code/call_model_fn_once.py", (BYTES, b"input", None)),
