@@ -1,4 +1,4 @@
-"""Public `inference.py` files, unchanged: read from checkouts of AWS's repositories, never kept here.
+"""Public `inference.py` files, unchanged: read from checkouts of AWS's repositories.
 
 `scripts/sagemaker-suite FOLDER` runs this; FOLDER holds the checkouts by their names. Weights are
 made by each file's own class where its repository has none.
@@ -47,9 +47,9 @@ def npy(values: Any) -> bytes:
     return buffer.getvalue()
 
 
-def picture(mode: str, *sizes: int) -> bytes:
+def picture(mode: str, width: int, height: int) -> bytes:
     buffer = io.BytesIO()
-    Image.new(mode, sizes).save(buffer, "PNG")
+    Image.new(mode, (width, height)).save(buffer, "PNG")
     return buffer.getvalue()
 
 
