@@ -1,7 +1,7 @@
 """Amazon's toolkit on TorchServe 0.12 beside `modelyard sagemaker serve`: one folder, in pairs.
 
 `scripts/peers sagemaker-toolkit`, then `python -m benchmarks.sagemaker`; needs wrk and Java 17.
-Both have one worker of one thread and batches of one; rounds alternate, and what counts is their ratio.
+Both have one worker of one thread and batches of one. Rounds alternate: their ratio counts.
 """
 
 from __future__ import annotations
