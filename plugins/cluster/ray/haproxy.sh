@@ -3,6 +3,7 @@
 # - bodies are waited for, so that they can be sent again to another cell;
 # - a node that falls silent is noticed by the kernel within 3 s, and its requests are sent again;
 # - cells of this machine are asked at their server's own address; Ray's replica is asked for health;
+# - requests that go well are not logged, which costs as much as passing them on;
 # - bodies that may not fit the small buffers pass a second HAProxy, which has large ones.
 for each; do
     case $each in *.cfg) config=$each ;; esac
@@ -16,6 +17,7 @@ if [ -n "${config:-}" ] && ! grep -q http-buffer-request "$config"; then
         /^defaults$/ {
             $0 = $0 "\n    option http-buffer-request\n    option srvtcpka\n    srvtcpka-idle 1s"
             $0 = $0 "\n    srvtcpka-intvl 1s\n    srvtcpka-cnt 3\n    timeout check 3s"
+            $0 = $0 "\n    option dontlog-normal"
         }
         # On each server: HAProxy 2.8 forgets it as a default.
         /^    server / { sub(/ check/, " check tcp-ut 3s") }
