@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -194,6 +195,18 @@ def test_haproxy_is_told_what_rays_file_cannot_say(tmp_path: Path) -> None:
         "127.0.0.1:30000 check tcp-ut 3s",
     ]
     assert text.count("    http-request set-header host localhost\n") == 1
+
+
+@pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="systemd is not installed")
+@pytest.mark.parametrize("wrong", ["", "Restrat=always", "Restart=sometimes"])
+def test_systemd_takes_the_unit_of_the_head(wrong: str, tmp_path: Path) -> None:
+    text = (REPO / "deploy" / "ray" / "ray-head.service").read_text()
+    text = text.replace("/opt/modelyard/bin/ray", sys.executable)
+    (unit := tmp_path / "ray-head.service").write_text(
+        text.replace("Restart=always", wrong or "Restart=always")
+    )
+    ran = subprocess.run(["systemd-analyze", "verify", unit], capture_output=True, text=True)
+    assert bool(ran.stderr) is bool(wrong), ran.stderr
 
 
 def test_the_example_for_a_cluster_is_a_plan(store: Path, tmp_path: Path) -> None:
