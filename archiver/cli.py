@@ -1,4 +1,4 @@
-"""The commands `modelyard archive`, `modelyard verify`, `modelyard diff` and `modelyard keygen`."""
+"""The commands `modelyard archive`, `modelyard verify` and `modelyard keygen`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -18,16 +18,13 @@ from rich.progress import DownloadColumn, TimeRemainingColumn, TransferSpeedColu
 
 from modelyard.archiver import api
 from modelyard.archiver.errors import ArchiveError, BadName, Differs, NothingCompared, WrongUsage
-from modelyard.archiver.example import TOLERANCE
 from modelyard.base.terminal import described_arguments, step_bar
 
 if TYPE_CHECKING:
-    from modelyard.archiver.diff import Difference
     from modelyard.archiver.read import Archive
 
 archive_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 verify_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-diff_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 keygen_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 JsonOutput = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
@@ -104,7 +101,7 @@ def archive(
     from modelyard.archiver.signing import read_expiry, read_signing_key
     from modelyard.archiver.write import write_plan
 
-    with _exit_codes():
+    with exit_codes():
         key = read_signing_key(sign)
         end = read_expiry(expires, key)
         request = ArchiveRequest(
@@ -166,10 +163,10 @@ def verify(
     from modelyard.archiver.verify import verify_archive
 
     result: dict[str, Any] = {"archive": str(file)}
-    _check_device(device)
+    check_device(device)
     try:
         with (
-            _exit_codes(),
+            exit_codes(),
             step_bar(*_BYTES) as step,
             api.open_to_verify(file, public_key, run, partial(step, "checking")) as (opened, trust),
         ):
@@ -184,7 +181,7 @@ def verify(
             print()
             _print_columns([("CHECK", "RESULT"), *((each.subject, each.result) for each in checks)])
             print(f"{file}: {len(opened.files)} files, digest {opened.digest}")
-        with _exit_codes():
+        with exit_codes():
             wrong = [check for check in checks if check.problem]
             if wrong and all(check.subject == "nothing" for check in wrong):
                 raise NothingCompared(f"{file.name}: nothing was compared", checked.problems)
@@ -198,82 +195,6 @@ def verify(
             print(json.dumps(result, indent=2))
 
 
-@diff_app.command(epilog="Example: modelyard diff model_store/digits.mar build/digits.mar")
-def diff(
-    old: Annotated[Path, typer.Argument(metavar="OLD", help="The archive that is served.")],
-    new: Annotated[Path, typer.Argument(metavar="NEW", help="The archive that is to take over.")],
-    request: Annotated[
-        list[Path] | None,
-        typer.Option(
-            metavar="FILE", help="A request beside the golden ones of both. May be repeated."
-        ),
-    ] = None,
-    tolerance: Annotated[
-        float, typer.Option(help="Largest difference of a number over its unit that agrees.")
-    ] = TOLERANCE,
-    public_key: Annotated[_File, _option("public_key")] = None,
-    device: Annotated[str, _option("device")] = "auto",
-    markdown: Annotated[
-        bool, typer.Option("--markdown", help="Print a table that fits a comment.")
-    ] = False,
-    as_json: JsonOutput = False,
-) -> None:
-    """Ask two archives the same requests and compare their answers; both archives' code runs.
-
-    Exit codes: 0 all answers agree; 1 some differ, or an archive does not run; 2 wrong usage; 3
-    there was nothing to ask.
-    """
-    from modelyard.archiver.diff import diff_archives
-    from modelyard.archiver.signing import find_signer
-
-    if not tolerance >= 0:
-        raise typer.BadParameter(f"{tolerance:g} is below 0", param_hint="--tolerance")
-    _check_device(device)
-    with _exit_codes():
-        with ExitStack() as stack:
-            opened = []
-            for file in (old, new):
-                archive, trust = stack.enter_context(api.open_to_verify(file, public_key, True))
-                if trust is not None:
-                    find_signer(archive, trust)
-                opened.append(archive)
-            found = diff_archives(
-                *opened, requests=request or [], tolerance=tolerance, device=device
-            )
-        if as_json:
-            print(json.dumps(found.to_json(), indent=2))
-        else:
-            _print_difference(found, opened, markdown)
-        if not found.requests:
-            raise NothingCompared(
-                "nothing was compared: neither archive holds a golden request; give --request FILE"
-            )
-        if all(each.refused for each in found.requests):
-            raise NothingCompared(f"no request was answered: {found.requests[0].old}")
-        if found.differing:
-            raise Differs(f"{new.name} answers otherwise than {old.name}: {found.summary()}")
-
-
-def _print_difference(found: Difference, archives: Sequence[Archive], markdown: bool) -> None:
-    """Print both answers to each request: other labels first, then what is furthest apart."""
-    from modelyard.archiver.diff import SHOWN
-
-    names = [f"{each.path.name} {each.manifest.model_version}" for each in archives]
-    order = sorted(found.requests, key=lambda each: (not each.relabelled, -each.scaled))
-    shown = order[:SHOWN]
-    rows = [("REQUEST", *names, "APART", "WHERE")] + [
-        (each.request, each.old, each.new, f"{each.scaled:.2g}", each.difference) for each in shown
-    ]
-    if markdown:
-        rows.insert(1, ("---",) * 5)
-        for row in rows:
-            print("| " + " | ".join(re.sub(r"([\\|`<>*_])", r"\\\1", cell) for cell in row) + " |")
-    else:
-        _print_columns(rows)
-    left = len(found.requests) - len(shown)
-    print(f"\n{found.summary()}." + (f" {left} more are closer than those shown." if left else ""))
-
-
 @keygen_app.command(epilog="Example: modelyard keygen release")
 def keygen(
     name: Annotated[
@@ -285,7 +206,7 @@ def keygen(
     from modelyard.archiver.signing import generate_keys
 
     private, public = generate_keys()
-    with _exit_codes():
+    with exit_codes():
         _write_new(name.with_name(f"{name.name}.key"), private, 0o600)
         _write_new(name.with_name(f"{name.name}.pub"), public, 0o644)
     if as_json:
@@ -318,7 +239,8 @@ class _Failed(typer.Exit):
 
 
 @contextmanager
-def _exit_codes() -> Iterator[None]:
+def exit_codes() -> Iterator[None]:
+    """Print an error of the archiver, and leave with its exit code."""
     try:
         yield
     except ArchiveError as error:
@@ -326,7 +248,8 @@ def _exit_codes() -> Iterator[None]:
         raise _Failed(error) from error
 
 
-def _check_device(device: str) -> None:
+def check_device(device: str) -> None:
+    """Refuse what is not a device."""
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
         raise typer.BadParameter(
             f"{device} is not a device; expected auto, cpu, cuda or cuda:N", param_hint="--device"

@@ -174,9 +174,8 @@ def test_a_rehearsal_installs_and_makes_the_trip(tmp_path: Path) -> None:
     source, output = tmp_path / "source", tmp_path / "release"
     git(tmp_path, "clone", "--quiet", str(ROOT), str(source))
     release.release(source, output, tagged=False, image=False, pythons=["3.11"], torch_index="")
-    sums = dict(
-        reversed(line.split("  ")) for line in (output / "SHA256SUMS").read_text().splitlines()
-    )
+    lines = (output / "SHA256SUMS").read_text().splitlines()
+    sums = {name: digest for digest, name in (line.split("  ") for line in lines)}
     assert len(sums) == 6 and release.digests(output).items() >= sums.items()
     statement = json.loads((output / "provenance.json").read_text())
     assert {each["name"] for each in statement["subject"]} == {*sums} - {"provenance.json"}

@@ -21,8 +21,6 @@ from modelyard.base.answers import Scales, compare_numbers, is_top_k, pair_up
 
 FOLDER = "requests-compared"
 """Name of the folder, in each unpacked archive, that gets the requests of both."""
-SHOWN = 20
-"""Rows of a table: what fits a comment."""
 _ANSWER_CHARS = 40
 
 
