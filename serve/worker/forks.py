@@ -57,7 +57,11 @@ _fresh: frozenset[str] = frozenset()
 
 
 def serve(fd: int) -> int:
-    """Fork workers until the server closes its end; return in each of them, with its socket."""
+    """Fork workers; return in each of them, with its socket.
+
+    Raises:
+        EOFError: the server has closed its end.
+    """
     global _fresh
     control = socket.socket(fileno=fd)
     control.set_inheritable(False)
@@ -74,7 +78,7 @@ def serve(fd: int) -> int:
             continue
         message, descriptors, _, _ = socket.recv_fds(control, 1, 4)
         if not message:
-            sys.exit(0)
+            raise EOFError
         with os.fdopen(descriptors[0], "rb") as file:
             request = json.load(file)
         ahead.extend(name for key in request["later"] for name in MODULES[key])

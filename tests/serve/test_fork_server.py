@@ -139,6 +139,21 @@ def test_how_a_forked_worker_ended_is_told(server: LiveServer) -> None:
     assert not is_alive(pid) and not Path(f"/proc/{pid}").exists()
 
 
+def faults(pid: int) -> tuple[int, int]:
+    """Return the page faults of a process, and of its children that have ended."""
+    stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    return int(stat[7]), int(stat[8])
+
+
+def test_the_end_of_a_forked_worker_copies_little_of_what_it_shares(server: LiveServer) -> None:
+    worker = describe(server, "forked")
+    living, before = faults(worker["pid"])[0] + faults(worker["parent"])[0], faults(server.pid)[1]
+    scale = {"min_worker": 0, "synchronous": True}
+    assert server.management.put("/models/forked", params=scale).status_code == 200
+    assert 0 < faults(server.pid)[1] - before - living < 3000  # torch's finalizers alone: 6,600
+    assert server.management.put("/models/forked", params=scale | {"min_worker": 1}).is_success
+
+
 def test_what_a_worker_leaves_behind_ends_with_it(server: LiveServer) -> None:
     orphan = server.predict("forked", b"leave an orphan").json()
     (worker,) = server.worker_pids("forked")
