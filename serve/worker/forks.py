@@ -30,7 +30,13 @@ from modelyard.serve.walls.raising import count_threads, die_with_parent
 from modelyard.serve.worker.dialect import find_dialect
 
 MODULES: Mapping[str, tuple[str, ...]] = {
-    "torch": ("torch", "numpy", *(place.partition(":")[0] for place in BUILT_IN.values())),
+    "torch": (
+        "torch",
+        "numpy",
+        *(place.partition(":")[0] for place in BUILT_IN.values()),
+        # What pillow imports with the first image that it opens.
+        *(f"PIL.{name}ImagePlugin" for name in ("Bmp", "Gif", "Jpeg", "Ppm", "Png")),
+    ),
     # What loading an exported program imports, most of it while it loads.
     "program": (
         "sympy",
@@ -43,8 +49,9 @@ MODULES: Mapping[str, tuple[str, ...]] = {
         "torch._inductor.sizevars",
         "sympy.tensor.tensor",
     ),
+    "onnx": ("onnxruntime",),
 }
-"""What is imported ahead. Not onnxruntime, which takes 30 ms, and starts a thread."""
+"""What is imported ahead."""
 
 
 class CannotFork(Exception):
