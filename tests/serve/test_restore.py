@@ -5,6 +5,8 @@ import json
 import logging
 import os
 import subprocess
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,13 @@ from modelyard.serve.control.register import Lifecycle, restore
 from modelyard.serve.control.registry import Registry
 from modelyard.serve.control.state import StateDir
 from modelyard.serve.dataplane.metrics import Metrics
-from modelyard.serve.errors import FileNotInStore, StartError, StorageFull, http_status
+from modelyard.serve.errors import (
+    FileNotInStore,
+    ServeError,
+    StartError,
+    StorageFull,
+    http_status,
+)
 from modelyard.serve.policy import Policy
 from modelyard.serve.settings import load_settings
 from modelyard.serve.walls.kernel import children
@@ -162,6 +170,65 @@ def test_a_full_disk_is_the_servers_fault(tmp_path: Path) -> None:
         assert not any((disk / "unpacked").iterdir())
     finally:
         subprocess.run(["umount", str(disk)], check=True)
+
+
+class Gated(Policy):
+    """Has each write wait for a gate, and the first ones fail."""
+
+    def begin(self, fails: int = 0) -> Lifecycle:
+        self.gate, self.begun, self.fails = threading.Event(), 0, fails
+        self.state.create()
+        return Lifecycle(self, Registry(), Metrics())
+
+    def remember(self, event: str, registry: Registry) -> Callable[[], None]:
+        write = super().remember(event, registry)
+
+        def wait() -> None:
+            self.begun += 1
+            assert self.gate.wait(20)
+            if self.begun <= self.fails:
+                raise ServeError("the disk is gone")
+            write()
+
+        return wait
+
+    def saved(self) -> list[str]:
+        content = json.loads(self.state.models_file.read_text(encoding="utf-8"))
+        return [model["name"] for model in content["models"]]
+
+
+@pytest.mark.parametrize(
+    ("fails", "saved"), [(0, ["m0", "m1", "m2", "m3"]), (1, ["m1", "m2", "m3"])]
+)
+def test_a_change_is_written_beside_the_loop_and_with_others_that_wait(
+    tmp_path: Path, fails: int, saved: list[str]
+) -> None:
+    names = [build_archive(tmp_path, "echo", name=f"m{n}").name for n in range(4)]
+    settings = load_settings({"state_dir": tmp_path, "model_store": tmp_path}, None, {})
+    policy = Gated(settings)
+
+    async def register() -> None:
+        lifecycle = policy.begin(fails)
+        tasks = []
+        for name in names:
+            tasks.append(asyncio.create_task(lifecycle.register(name, workers=0)))
+            async with asyncio.timeout(20):
+                while len(lifecycle.registry) < len(tasks) or not policy.begun:
+                    await asyncio.sleep(0.005)
+        assert (policy.begun, [each.done() for each in tasks]) == (1, 4 * [False])
+        policy.gate.set()
+        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [isinstance(each, ServeError) for each in outcomes] == [fails > 0, *3 * [False]]
+        # The one of the others may hold what has failed, which is written again without it.
+        assert policy.begun == 2 + fails
+        assert [each.name for each in lifecycle.registry] == policy.saved() == saved
+
+        late = lifecycle._prepare_save()
+        await lifecycle.unregister(lifecycle.registry.get("m1"))
+        late()
+        assert "m1" not in policy.saved()
+
+    asyncio.run(register())
 
 
 @pytest.mark.parametrize("content", ["", '{"models": [', '{"schema": 99, "models": []}', "\0" * 99])
