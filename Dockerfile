@@ -27,6 +27,7 @@ COPY pyproject.toml README.md LICENSE ./
 COPY archiver archiver
 COPY base base
 COPY client client
+COPY examples examples
 COPY exporter exporter
 COPY handlers handlers
 COPY plugins plugins

@@ -1,5 +1,5 @@
 # The developer's commands; each is a script that says what it does.
-.PHONY: help install demo test nightly mutants coverage matrix bench soak sbom site check lint lock
+.PHONY: help install demo test nightly mutants coverage matrix bench soak sbom site release check lint lock
 
 help: ## list these commands
 	@sed -n 's/^\([a-z]*\):[^#]*## /make \1	/p' Makefile | expand -t 16
@@ -36,6 +36,9 @@ sbom: install ## write build/modelyard.cdx.json, the bill of materials of what i
 
 site: install ## write build/site, the pages as a site that opens from the disk
 	@scripts/site
+
+release: install ## build what is published twice, compare, install and try it; uploads nothing
+	@scripts/release
 
 check: install ## format, lint, types, changelog
 	@scripts/check

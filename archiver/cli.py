@@ -101,7 +101,7 @@ def archive(
     from modelyard.archiver.signing import read_expiry, read_signing_key
     from modelyard.archiver.write import write_plan
 
-    with _exit_codes():
+    with exit_codes():
         key = read_signing_key(sign)
         end = read_expiry(expires, key)
         request = ArchiveRequest(
@@ -163,13 +163,10 @@ def verify(
     from modelyard.archiver.verify import verify_archive
 
     result: dict[str, Any] = {"archive": str(file)}
-    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
-        raise typer.BadParameter(
-            f"{device} is not a device; expected auto, cpu, cuda or cuda:N", param_hint="--device"
-        )
+    check_device(device)
     try:
         with (
-            _exit_codes(),
+            exit_codes(),
             step_bar(*_BYTES) as step,
             api.open_to_verify(file, public_key, run, partial(step, "checking")) as (opened, trust),
         ):
@@ -184,7 +181,7 @@ def verify(
             print()
             _print_columns([("CHECK", "RESULT"), *((each.subject, each.result) for each in checks)])
             print(f"{file}: {len(opened.files)} files, digest {opened.digest}")
-        with _exit_codes():
+        with exit_codes():
             wrong = [check for check in checks if check.problem]
             if wrong and all(check.subject == "nothing" for check in wrong):
                 raise NothingCompared(f"{file.name}: nothing was compared", checked.problems)
@@ -209,7 +206,7 @@ def keygen(
     from modelyard.archiver.signing import generate_keys
 
     private, public = generate_keys()
-    with _exit_codes():
+    with exit_codes():
         _write_new(name.with_name(f"{name.name}.key"), private, 0o600)
         _write_new(name.with_name(f"{name.name}.pub"), public, 0o644)
     if as_json:
@@ -242,12 +239,21 @@ class _Failed(typer.Exit):
 
 
 @contextmanager
-def _exit_codes() -> Iterator[None]:
+def exit_codes() -> Iterator[None]:
+    """Print an error of the archiver, and leave with its exit code."""
     try:
         yield
     except ArchiveError as error:
         print(f"error: {error}", file=sys.stderr)
         raise _Failed(error) from error
+
+
+def check_device(device: str) -> None:
+    """Refuse what is not a device."""
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
+        raise typer.BadParameter(
+            f"{device} is not a device; expected auto, cpu, cuda or cuda:N", param_hint="--device"
+        )
 
 
 def _paths(texts: Iterable[str]) -> list[Path]:

@@ -86,6 +86,7 @@ def replay(
     manifest: Manifest,
     *,
     unanswered: Sequence[Golden] | None = None,
+    record: bool = True,
     pair: Pair | None = None,
     reference: Path | None = None,
     explained: Sequence[Asked] = (),
@@ -101,7 +102,8 @@ def replay(
         folder: folder with `MAR-INF/MANIFEST.json`, as a worker finds it.
         manifest: manifest in that file.
         unanswered: golden requests without an expected answer yet, whose results hold it; where
-            this is given, what the model reads and gives is recorded of all.
+            this is given, what the model reads and gives is recorded of all, unless `record` is
+            False.
         pair: two artifacts to compare on seeded inputs.
         reference: requests whose reasons are averaged.
         explained: requests whose explanations are measured.
@@ -121,7 +123,7 @@ def replay(
             asdict(each) | ({"expected": None} if each in (unanswered or ()) else {})
             for each in golden
         ],
-        "record": unanswered is not None,
+        "record": record and unanswered is not None,
         "parity": asdict(pair) if pair else None,
         "reference": str(reference.absolute()) if reference else None,
         "explained": {"requests": [each._asdict() for each in explained], "budget_s": budget_s}

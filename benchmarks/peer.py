@@ -352,6 +352,12 @@ ALL = (
         ),
     ),
     *_settings(
+        (1, 32),
+        Peer(
+            "fastapi", lambda at: [f"{at.bin}/python", f"{PEERS}/serve_fastapi.py"], "/predict"
+        ),
+    ),
+    *_settings(
         (1, 8),
         Peer(
             "bentoml",

@@ -42,7 +42,7 @@ PACKAGES = (
 )
 """Debian's, with what they depend on; no shell and no package manager."""
 SUITE = "bookworm"
-SOURCES = ("archiver", "base", "client", "exporter", "handlers", "plugins", "serve")
+SOURCES = ("archiver", "base", "client", "examples", "exporter", "handlers", "plugins", "serve")
 HOME = PurePosixPath("opt/modelyard")
 SITE = HOME / "lib/python3.11/site-packages"
 FOLDERS = {"models": 0o755, "state": 0o775, "tmp": 0o1777}

@@ -28,6 +28,7 @@ COMMANDS = {
     "verify": Command(
         "modelyard.archiver.cli", "verify_app", "Check an archive: digests, answers, parity."
     ),
+    "diff": Command("modelyard.archiver.cli", "diff_app", "Compare the answers of two archives."),
     "keygen": Command(
         "modelyard.archiver.cli", "keygen_app", "Make a key pair to sign archives with."
     ),
@@ -50,6 +51,7 @@ COMMANDS = {
         "explain_app",
         "Ask the running server for an explanation.",
     ),
+    "example": Command("modelyard.example_cli", "example_app", "Write the files of an example."),
 }
 """Commands of core; `commands` has those of plug-ins too."""
 

@@ -26,6 +26,7 @@ WRONG: dict[str, dict[str, str]] = {
         "name": "a b", "--handler": "image_clasifier", "--version": "a b", "--expires": "soon",
     },
     "verify": {"--device": "zip"},
+    "diff": {"--device": "zip", "--tolerance": "-1"},
     "serve start": {
         "--device": "zip", "--auth": "zip", "--log-format": "zip", "--log-level": "zip",
         "--port": "99999", "--workers": "9999", "--explain-share": "2",
@@ -73,6 +74,7 @@ REQUIRED = {
     "export": ["examples/digits/digits.pt"],
     "archive": ["m", "--handler", "h.py"],
     "verify": ["m.mar"],
+    "diff": ["m.mar", "n.mar"],
     "models describe": ["m"],
     "models register": ["m.mar"],
     "models scale": ["m", "1"],

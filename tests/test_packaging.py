@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("archiver", "base", "exporter", "handlers", "plugins", "serve")
+PACKAGES = ("archiver", "base", "examples", "exporter", "handlers", "plugins", "serve")
 
 pytestmark = pytest.mark.slow
 

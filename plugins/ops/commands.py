@@ -7,3 +7,4 @@ ROLLOUT = Command(
     "rollout_app",
     "Compare a new version with the one that answers, and let it answer step by step.",
 )
+DIFF = Command("modelyard.plugins.ops.diff_cli", "diff_app", "Compare the answers of two archives.")

@@ -175,7 +175,7 @@ def test_a_server_names_both_versions_at_its_start_and_in_a_metric(
     with running(tmp_path / "state", aged.parent, *models) as server:
         said = f"onnx 1.0: {SAID}; 2 golden requests agree on this machine; `modelyard verify onnx"
         assert [said in warning for warning in server.about["warnings"]] == [True]
-        assert said in server.log
+        server.logs(said)
         assert server.metric("modelyard_model_unproven", model="onnx", reason="versions") == 1
         assert 'modelyard_model_unproven{model="pt2"' not in server.metrics.get("/metrics").text
 

@@ -166,6 +166,7 @@ def test_wheels_that_travel_inside_are_installed_once_per_digest(tmp_path: Path)
             assert server.register(f"{name}.mar", initial_workers=1).status_code == 200
             assert server.predict(name, b"x").text == "hot"
         (environment,) = (tmp_path / "state" / "environments").glob("*/complete")
+        server.logs("one.mar: installing")
         assert server.log.count("one.mar: installing 1 requirements into ") == 1
         assert "two.mar: installing" not in server.log
         interpreter = environment.parent / "bin" / "python"

@@ -160,6 +160,13 @@ class LiveServer:
         """The server's own log."""
         return (self.state_dir / "logs" / "server.log").read_text(encoding="utf-8")
 
+    def logs(self, text: str, since: int = 0) -> None:
+        """Wait until a text stands in the log behind its first `since` letters.
+
+        A thread writes the log, so a line may come after the answer to the request that caused it.
+        """
+        poll(lambda: text in self.log[since:], f"the log says {text!r}")
+
     def predict(self, model: str, body: bytes | str = b"", **options: Any) -> httpx.Response:
         """Post a body to a model."""
         return self.client.post(f"/predictions/{model}", content=body, **options)

@@ -159,7 +159,7 @@ def test_sigterm_while_a_model_comes_or_goes_answers_everybody_and_leaves_nothin
     processes = descendants(server.pid)
     server.signal(signal.SIGTERM)
     if signals == 2:
-        poll(lambda: "stopping; " in server.log, "the first signal has taken effect")
+        server.logs("stopping; ")
         server.signal(signal.SIGTERM)
     assert change.result().status_code == (503 if phase == "loading" else 200), change.result().text
     assert [answer.result().status for answer in held] == ([] if phase == "loading" else [503])

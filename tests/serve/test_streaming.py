@@ -78,7 +78,7 @@ def test_a_failure_after_the_first_chunk_breaks_the_connection(
 ) -> None:
     with pytest.raises(httpx.RemoteProtocolError, match="incomplete chunked read"):
         server.predict("streamer", body, headers={"x-request-id": body.replace(" ", "-")})
-    assert f"request {body.replace(' ', '-')}: the stream is broken" in server.log
+    server.logs(f"request {body.replace(' ', '-')}: the stream is broken")
     assert server.predict("streamer", "count 1").status_code == 202
 
 
@@ -116,7 +116,7 @@ def test_a_stop_waits_for_the_end_of_a_stream(tmp_path: Path) -> None:
         chunks = answer.iter_text()
         assert next(chunks) == "begun "
         server.signal()
-        poll(lambda: "stopping; " in server.log, "the server is told to stop")
+        server.logs("stopping; ")
         gate.touch()
         assert "".join(chunks) == "end"
     server.close_clients()

@@ -163,7 +163,7 @@ def test_shares_of_something_else_are_not_taken(server: LiveServer) -> None:
     post(server, "unasked", {"do": "lie"}, "failed")
     after = server.metric("modelyard_attribution_share_count", model="unasked", part="left")
     assert after == before
-    assert "unasked 1.0: a prediction could not be explained unasked: expected" in server.log
+    server.logs("unasked 1.0: a prediction could not be explained unasked: expected")
 
 
 def test_a_worker_that_dies_of_it_is_not_asked_again(server: LiveServer) -> None:
@@ -173,7 +173,7 @@ def test_a_worker_that_dies_of_it_is_not_asked_again(server: LiveServer) -> None
     assert server.client.post("/predictions/mortal", json={}).is_success
     assert server.client.post("/explanations/mortal", json={}).status_code == 200
     assert (count(server, "mortal", "explained"), count(server, "mortal", "busy")) == counted
-    assert "a worker died while it explained a prediction unasked" in server.log
+    server.logs("a worker died while it explained a prediction unasked")
 
 
 def test_a_removed_model_leaves_no_series(server: LiveServer) -> None:

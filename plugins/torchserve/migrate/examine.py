@@ -34,6 +34,7 @@ from modelyard.plugins.torchserve.configuration import (
 )
 from modelyard.plugins.torchserve.log4j import find_log_config, read_log_config
 from modelyard.plugins.torchserve.metrics import TorchServeMetrics
+from modelyard.plugins.torchserve.migrate.workflows import UnreadableWorkflow, describe_workflow
 from modelyard.plugins.torchserve.policy import TorchServePolicy
 from modelyard.plugins.torchserve.store import TORCHSERVE_SUFFIXES, find_as_torchserve
 from modelyard.serve.control import build, preload, sizing
@@ -149,11 +150,14 @@ def look_at_store(policy: TorchServePolicy, rules: UrlRules) -> Iterator[Looked]
 
 
 def find_workflows(policy: TorchServePolicy, workflow_store: str | None) -> Iterator[Finding]:
-    """Yield a finding for each archive of a workflow."""
-    advice = "call its models one after the other in the client, or from one handler"
+    """Yield a finding for each archive of a workflow: what it does, and what to do instead."""
     folders = {policy.settings.model_store, Path(workflow_store or policy.settings.model_store)}
     for file in sorted(file for folder in folders for file in folder.glob("*.war")):
-        yield Finding(FAILS, file.name, NO_WORKFLOWS, advice)
+        try:
+            done, advice = describe_workflow(file)
+        except UnreadableWorkflow as error:
+            done, advice = f"it cannot be read: {error}", "make it anew, or ask who made it"
+        yield Finding(FAILS, file.name, f"{NO_WORKFLOWS}: {done}", advice)
 
 
 async def try_archives(policy: TorchServePolicy, looked: Iterable[Looked]) -> None:

@@ -160,13 +160,55 @@ def test_what_a_reader_warns_of_is_a_change(tmp_path: Path) -> None:
     assert "Invalid deviceType: tpu" in found(migrate(tmp_path, "")[1], "changes", "m 1.0")
 
 
+SPEC = """
+models: {min-workers: 1, pets: {url: pets.mar}, breeds: {url: b.mar}, colours: {url: c.mar}}
+dag: {first: [pets], pets: [breeds, colours], breeds: [last], colours: [last]}
+"""
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        (
+            SPEC,
+            "first (a function) → pets (pets.mar) → breeds (b.mar) and colours (c.mar) → last (a",
+        ),
+        (
+            SPEC.replace("colours: [last]", "colours: [pets]"),
+            "it cannot be read: its dag has a circle",
+        ),
+        ("models: []", "has no `models` and `dag`"),
+        ("{", "it cannot be read: line 1"),
+        ("!!python/object:os.system {}", "could not determine a constructor"),
+        (None, "it has no file 'spec.yaml'"),
+    ],
+)
+def test_a_workflow_is_read_and_something_else_advised(
+    tmp_path: Path, spec: str | None, said: str
+) -> None:
+    write_mar(tmp_path / "store")
+    with zipfile.ZipFile(tmp_path / "store" / "flow.war", "w") as war:
+        workflow = {"workflowName": "flow", "specFile": "spec.yaml", "handler": "own.py"}
+        war.writestr("WAR-INF/MANIFEST.json", json.dumps({"workflow": workflow}))
+        if spec is not None:
+            war.writestr("spec.yaml", spec)
+    _, report = migrate(tmp_path, "")
+    assert said in found(report, "fails", "flow.war")
+    if spec == SPEC:
+        (advice,) = (each["advice"] for each in report["findings"] if "flow" in each["subject"])
+        assert "--models pets=pets.mar --models breeds=b.mar --models colours=c.mar" in advice
+        assert "POST /predictions/pets, then POST /predictions/breeds and beside it POST" in advice
+        assert "first, last of own.py: into the client" in advice
+
+
 def test_a_damaged_archive_and_a_workflow_are_named(tmp_path: Path) -> None:
     write_mar(tmp_path / "store")
     (tmp_path / "store" / "bad.mar").write_bytes(b"nothing")
     (tmp_path / "store" / "flow.war").write_bytes(b"PK")
     code, report = migrate(tmp_path, "")
     assert "is refused" in found(report, "fails", "bad.mar")
-    assert found(report, "fails", "flow.war") == "workflows are not served by Modelyard"
+    said = "workflows are not served by Modelyard: it cannot be read: flow.war is refused"
+    assert found(report, "fails", "flow.war").startswith(said)
     assert found(report, "works", "m 1.0").endswith("not loaded at the start")
     assert code == 1
 
