@@ -1,17 +1,20 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import os
 import subprocess
 import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from modelyard.archiver import open_archive
+from modelyard.serve.app import create_server
 from modelyard.serve.control.preload import start_fork_server
 from modelyard.serve.control.register import Lifecycle, restore
 from modelyard.serve.control.registry import Registry
@@ -28,6 +31,10 @@ from modelyard.serve.policy import Policy
 from modelyard.serve.settings import load_settings
 from modelyard.serve.walls.kernel import children
 from tests.serve.live import build_archive
+
+PAIRS = 25
+OF_ABC = ("weakref.ReferenceType", "builtins.builtin_function_or_method")
+"""Types of what abc remembers, once for each class that is asked about."""
 
 
 def start(state: Path, **more: object) -> Registry:
@@ -170,6 +177,43 @@ def test_a_full_disk_is_the_servers_fault(tmp_path: Path) -> None:
         assert not any((disk / "unpacked").iterdir())
     finally:
         subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_nothing_is_left_of_a_model_that_came_and_went(tmp_path: Path) -> None:
+    build_archive(tmp_path, "echo")
+    folders = {"state_dir": tmp_path / "state", "model_store": tmp_path}
+    settings = load_settings({**folders, "port": 0, "management_port": 0}, None, {})
+    StateDir(settings.state_dir).create()
+
+    async def come_and_go(lifecycle: Lifecycle, names: str) -> Counter[str]:
+        for number in range(PAIRS):
+            name = f"{names}{number}"
+            await lifecycle.unregister(await lifecycle.register("echo.mar", name, workers=0))
+        await asyncio.sleep(0.1)  # threads hold what they did last
+        gc.collect()
+        types = map(type, gc.get_objects())
+        names = (f"{each.__module__}.{each.__qualname__}" for each in types)
+        return Counter(name for name in names if name not in OF_ABC)
+
+    async def grown() -> Counter[str]:
+        server = create_server(Policy(settings))
+        lifecycle = server.lifecycle
+        await restore(lifecycle, lambda model, text: None)
+        for observer in server.observers:
+            await observer.restore(lambda model, text: None)
+        for number in range(500):  # of which observers remember so many at most
+            lifecycle.registry.tell("not registered", f"m{number}", "", "of another model")
+        before = await come_and_go(lifecycle, "a")
+        found = await come_and_go(lifecycle, "b") - before
+        for observer in server.observers:
+            await observer.stop()
+        await lifecycle.stop(0)
+        for listener in server.listeners:
+            await listener.stop_accepting()
+        return found
+
+    found = asyncio.run(grown())
+    assert not [each for each in found.items() if each[1] >= PAIRS], found
 
 
 class Gated(Policy):
