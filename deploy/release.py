@@ -18,6 +18,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import tarfile
@@ -313,8 +314,12 @@ def try_out(python: Path, built: Path, folder: Path, torch_index: str) -> bytes:
         "HOME": str(home),
         "LANG": "C.UTF-8",
         "COLUMNS": "120",
+        # Free ones: who makes a release may serve something on the default ones.
+        "MODELYARD_PORT": str(port := _free_port()),
+        "MODELYARD_MANAGEMENT_PORT": "0",
+        "MODELYARD_METRICS_PORT": "0",
     }
-    steps = trip(readme(wheel))
+    steps = trip(readme(wheel)).replace("127.0.0.1:8080", f"127.0.0.1:{port}")
     try:
         _run("bash", "-euo", "pipefail", "-c", f"modelyard example\n{steps}",
              cwd=home, env=environment)  # fmt: skip
@@ -347,6 +352,11 @@ def trip(text: str) -> str:
     if not blocks:
         raise ReleaseError(f"the wheel's README has no commands below {SECTION!r}")
     return "".join(blocks)
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return int(taken.getsockname()[1])
 
 
 def _environment(python: Path, folder: Path) -> Path:
