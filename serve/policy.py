@@ -13,7 +13,7 @@ from modelyard.base.threads import thread_environment
 from modelyard.serve.control.environment import interpreter_for
 from modelyard.serve.control.fetch import in_daemon, parse_source, place
 from modelyard.serve.control.model_config import ModelConfig, ModelSpec, load_model_config
-from modelyard.serve.control.saved import read_models, read_notes, write_models
+from modelyard.serve.control.saved import describe_models, read_models, read_notes, write_models
 from modelyard.serve.control.sizing import Allocation, ResourceRequest, share_of
 from modelyard.serve.control.state import StateDir
 from modelyard.serve.control.store import find_archive, list_archives, parse_model_option
@@ -168,16 +168,18 @@ class Policy:
             **self.worker_variables,
             **thread_environment(threads),
             "PYTHONUNBUFFERED": "1",
+            # It sends what it sees to its maker, by a thread, so that nothing can be forked.
+            "ORT_DISABLE_TELEMETRY": "1",
         }
 
-    def remember(self, event: str, registry: Registry) -> None:
-        """Write what is registered; a change is acknowledged only after this.
+    def remember(self, event: str, registry: Registry) -> Callable[[], None]:
+        """Return what writes what is registered now; a change is acknowledged only after that.
+
+        It blocks, and raises a ServeError where nothing could be written.
 
         Args:
             event: startup; snapshot after each change; shutdown.
-
-        Raises:
-            ServeError: it could not be written.
         """
-        if event != "shutdown":
-            write_models(self.state, registry)
+        if event == "shutdown":
+            return lambda: None
+        return partial(write_models, self.state, describe_models(registry))

@@ -137,7 +137,9 @@ class Builder:
             preload = await asyncio.to_thread(choose_preload, manifest, files, read, handler)
             if preload and not config.explain_workers:
                 preload = preload.whole
-            plan = self._plan(archive, name, spec, config, folder, python, preload)
+            plan = await asyncio.to_thread(
+                self._plan, archive, name, spec, config, folder, python, preload
+            )
             yield self._connect(archive, spec, config, plan, is_fetched, metrics)
         except BaseException:
             await asyncio.to_thread(self.sandbox.forget, folder)

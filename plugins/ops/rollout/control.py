@@ -373,7 +373,7 @@ class Rollouts:
         defaults = {State.DEFAULT: record.candidate.version, State.RETURNED: record.live.version}
         rollout.record = record.moved(state, step, why)
         try:
-            with registry.change():
+            with registry.change(name):
                 rollout.hold()
                 if state in defaults:
                     registry.set_default(name, defaults[state])
