@@ -23,7 +23,10 @@ from tests import neighbours
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("base", "archiver", "handlers", "exporter", "serve")
 """Of core."""
-PLUGINS = ("audit", "clouds", "cluster", "grpc", "ops", "tasks", "torchserve", "triton", "tune")
+PLUGINS = (
+    *("audit", "clouds", "cluster", "grpc", "mlflow", "ops", "tasks", "torchserve", "training"),
+    *("triton", "tune"),
+)
 
 HAS_PLUGINS = (ROOT / "plugins").exists()
 
