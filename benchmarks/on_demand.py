@@ -1,24 +1,26 @@
 """A thousand digits models in one server, a hundred of them loaded at once.
 
-    python -m benchmarks.on_demand [--models 1000] [--loaded 100] [--requests 20000]
+    python -m benchmarks.on_demand [--models 1000] [--loaded 100] [--requests 20000] [--minutes 60]
 
 Each model answers labels of its own, so that an answer of another is seen; every answer is compared
 with the one that is expected, byte by byte. Prints what the start took, how long a cold model's
 first answer takes, a pinned model's with and without others being loaded beside it, in turns,
 what became of requests to models drawn by their rank (its power -1.5), and how long the stop took.
+With `--output` the lines and the counts are in a file as well, which is written again as they grow.
 """
 
 from __future__ import annotations
 
 import argparse
 import http.client
+import itertools
 import json
 import random
 import statistics
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,6 +37,8 @@ SKEW = 1.5
 CLIENTS = 8
 COLD = 50
 """Cold models whose first answer is timed."""
+LOOK_S, MEMORY_EVERY = 2.0, 15
+"""Time between two looks at the clients, and looks between two of the memory: it takes a second."""
 TURNS, TURN_S, HOT_PER_S = 3, 6.0, 50
 PINNED = "m0"
 READY_S, MEMORY_GB, COLD_S = 120, 3, 1.0
@@ -65,6 +69,8 @@ class Client:
             right = self._expected[scan].replace(f'"{PINNED}-'.encode(), f'"{model}-'.encode())
             outcome = "right" if body == right else "wrong"
             self.found[outcome if answer.status == 200 else f"status {answer.status}"] += 1
+            if body != right:
+                print(f"{model}, scan {scan}: status {answer.status}, {body[:200]!r}", flush=True)
         return time.perf_counter() - began
 
 
@@ -158,17 +164,39 @@ def main() -> None:
     parser.add_argument("--models", type=int, default=1000)
     parser.add_argument("--loaded", type=int, default=100)
     parser.add_argument("--requests", type=int, default=20_000)
+    parser.add_argument("--minutes", type=float, default=60, help="most time for the requests")
+    parser.add_argument("--output", type=Path)
     given = parser.parse_args()
+    lines: list[str] = []
+    counts: dict[str, Any] = {"wanted": given.requests}
+
+    def keep() -> None:
+        if given.output is not None:
+            given.output.write_text(json.dumps({"lines": lines, **counts}, indent=1) + "\n")
+
     with tempfile.TemporaryDirectory(prefix="modelyard-demand-") as name:
         folder = Path(name)
         store = build(folder, given.models)
         with serving(folder, store, given.loaded) as about:
-            for line in measure(about, given.models, given.requests):
+            for line in measure(about, given, counts, keep):
+                lines.append(line)
                 print(line, flush=True)
+                keep()
 
 
-def measure(about: dict[str, Any], models: int, requests: int) -> Iterator[str]:
-    """Yield a line for each thing that is measured."""
+def measure(
+    about: dict[str, Any],
+    given: argparse.Namespace,
+    counts: dict[str, Any],
+    keep: Callable[[], None],
+) -> Iterator[str]:
+    """Yield a line for each thing that is measured.
+
+    Args:
+        counts: gets how many models were drawn and asked so far, and what became of all.
+        keep: called whenever it has changed.
+    """
+    models: int = given.models
     scans, names = [file.read_bytes() for file in scan_files()], [f"m{n}" for n in range(models)]
     expected = [_first_answer(about["inference"], scan) for scan in scans]
     clients = [Client(about["inference"], expected, scans) for _ in range(CLIENTS)]
@@ -181,24 +209,34 @@ def measure(about: dict[str, Any], models: int, requests: int) -> Iterator[str]:
     weights = [(1 + at) ** -SKEW for at in range(models)]
     ranked = random.Random(2).sample(names, models)
 
-    def run(at: int) -> list[float]:
+    def run(at: int) -> None:
         chance, client = random.Random(at), clients[at]
-        drawn = chance.choices(ranked, weights, k=requests // CLIENTS)
-        return [client.ask(each, chance.randrange(len(scans))) for each in drawn]
+        drawn = iter(chance.choices(ranked, weights, k=given.requests // CLIENTS))
+        while time.perf_counter() < ends and (each := next(drawn, None)):
+            took.append(client.ask(each, chance.randrange(len(scans))))
 
     before, began, most_gb = _counted(about), time.perf_counter(), 0.0
+    took, ends = list[float](), began + 60 * given.minutes
     with ThreadPoolExecutor(CLIENTS) as threads:
         running = [threads.submit(run, at) for at in range(CLIENTS)]
-        while not all(each.done() for each in running):
-            most_gb = max(most_gb, taken(pid)[1])
-            time.sleep(5)
-    took = sorted(each for of in running for each in of.result())
+        for look in itertools.count():
+            if all(each.done() for each in running):
+                break
+            if look % MEMORY_EVERY == 0:
+                most_gb = max(most_gb, taken(pid)[1])
+            counts |= {"drawn": len(took), "of_all": sum((c.found for c in clients), Counter())}
+            keep()
+            time.sleep(LOOK_S)
+    for each in running:
+        each.result()
+    took.sort()
     loads = {key: value - before[key] for key, value in _counted(about).items()}
     found = sum((client.found for client in clients), Counter())
     yield (f"{len(took)} requests in {time.perf_counter() - began:.0f} s: "
            f"{loads['model_loads_total']:.0f} loads, {loads['model_unloads_total']:.0f} unloads, "
            f"median {1e3 * took[len(took) // 2]:.1f} ms, p99 {took[int(0.99 * len(took))]:.2f} s, "
            f"slowest {took[-1]:.2f} s; at most {most_gb:.2f} GB")  # fmt: skip
+    counts |= {"drawn": len(took), "of_all": found}
     yield f"of all {sum(found.values())} answers: {dict(found)}"
 
 

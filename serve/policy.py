@@ -13,13 +13,14 @@ from modelyard.base.threads import thread_environment
 from modelyard.serve.control.environment import interpreter_for
 from modelyard.serve.control.fetch import in_daemon, parse_source, place
 from modelyard.serve.control.model_config import ModelConfig, ModelSpec, load_model_config
-from modelyard.serve.control.saved import read_models, read_notes, write_models
+from modelyard.serve.control.saved import describe_models, read_models, read_notes, write_models
 from modelyard.serve.control.sizing import Allocation, ResourceRequest, share_of
 from modelyard.serve.control.state import StateDir
 from modelyard.serve.control.store import find_archive, list_archives, parse_model_option
 from modelyard.serve.control.urls import UrlRules, is_url
 from modelyard.serve.dataplane.process import ForkServer
 from modelyard.serve.dataplane.worker import WorkerPolicy
+from modelyard.serve.errors import without_secrets
 from modelyard.serve.settings import Settings
 from modelyard.serve.walls.environment import PASSED, choose_variables
 
@@ -105,7 +106,10 @@ class Policy:
         if not is_url(location):
             return find_archive(self.settings.model_store, location)
         rules = None if location in self._trusted else UrlRules(self.settings.allowed_urls)
-        return place(parse_source(location), self.settings.cache_dir, rules)
+        file = place(parse_source(location), self.settings.cache_dir, rules)
+        if (name := without_secrets(location)) != location:
+            self._trusted.add(name)  # by which it is found again, and nothing is fetched
+        return file
 
     def choose_name(self, archive: Archive, spec: ModelSpec) -> str:
         """Return the name under which an archive is registered.
@@ -164,16 +168,18 @@ class Policy:
             **self.worker_variables,
             **thread_environment(threads),
             "PYTHONUNBUFFERED": "1",
+            # It sends what it sees to its maker, by a thread, so that nothing can be forked.
+            "ORT_DISABLE_TELEMETRY": "1",
         }
 
-    def remember(self, event: str, registry: Registry) -> None:
-        """Write what is registered; a change is acknowledged only after this.
+    def remember(self, event: str, registry: Registry) -> Callable[[], None]:
+        """Return what writes what is registered now; a change is acknowledged only after that.
+
+        It blocks, and raises a ServeError where nothing could be written.
 
         Args:
             event: startup; snapshot after each change; shutdown.
-
-        Raises:
-            ServeError: it could not be written.
         """
-        if event != "shutdown":
-            write_models(self.state, registry)
+        if event == "shutdown":
+            return lambda: None
+        return partial(write_models, self.state, describe_models(registry))

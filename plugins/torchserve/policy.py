@@ -139,9 +139,9 @@ class TorchServePolicy(Policy):
             text = f"Custom pip package installation failed for model {name}"
             raise errors.RequirementsFailed(text) from error
 
-    def remember(self, event: str, registry: Registry) -> None:
-        """Write a snapshot; one that cannot be written is logged and no more."""
-        self._snapshots.write(event, registry)
+    def remember(self, event: str, registry: Registry) -> Callable[[], None]:
+        """Return what writes a snapshot; one that cannot be written is logged and no more."""
+        return self._snapshots.take(event, registry)
 
 
 class TorchServeWorkers(WorkerPolicy):

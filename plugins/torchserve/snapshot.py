@@ -5,7 +5,9 @@ import logging
 import re
 import sys
 import time
+from collections.abc import Callable
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,8 +42,8 @@ class Snapshots:
         self._settings = settings
         self._has_started = False
 
-    def write(self, kind: str, registry: "Registry") -> None:
-        """Write what is registered, as the newest snapshot.
+    def take(self, kind: str, registry: "Registry") -> Callable[[], None]:
+        """Return what writes what is registered now, as the newest snapshot.
 
         A file that cannot be written is logged and no more: the change itself was made.
 
@@ -53,27 +55,29 @@ class Snapshots:
         folder = self._settings.snapshot_dir
         self._has_started = self._has_started or kind == "startup"
         if folder is None or not self._has_started:
-            return
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            file = _next_file(folder, kind)
-            write_file(file, self._format(file.name, registry).encode())
-        except OSError as error:
-            logger.error("Error while saving snapshot to file %s: %s", error.filename, error)
-
-    def _format(self, name: str, registry: "Registry") -> str:
+            return lambda: None
         models: dict[str, dict[str, Any]] = {}
         for model in registry:
             if not model.is_saved:
                 continue
             entry = _describe(model, registry.is_default(model))
             models.setdefault(model.name, {})[model.version] = entry
+        return partial(self._write, folder, kind, {"models": models, **registry.noted()})
+
+    def _write(self, folder: Path, kind: str, content: dict[str, Any]) -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            file = _next_file(folder, kind)
+            write_file(file, self._format(file.name, content).encode())
+        except OSError as error:
+            logger.error("Error while saving snapshot to file %s: %s", error.filename, error)
+
+    def _format(self, name: str, content: dict[str, Any]) -> str:
         snapshot = {
             "name": name,
-            "modelCount": sum(map(len, models.values())),
+            "modelCount": sum(map(len, content["models"].values())),
             "created": time.time_ns() // 1_000_000,
-            "models": models,
-            **registry.noted(),
+            **content,
         }
         values = {
             **self._settings.properties,

@@ -66,10 +66,11 @@ def choose_preload(
         if file.endswith((".py", ".pyc", ".so")):
             own.add(file.partition(".")[0])
     programs, seal = {name for name in sizes if name.endswith(".pt2")}, manifest.modelyard
+    modules = ("torch", "onnx") if any(name.endswith(".onnx") for name in sizes) else ("torch",)
     explain = seal.explain if seal is not None and handler in OUR_HANDLERS else None
     if explain and programs == {explain.artifact} != {manifest.serialized_file}:
-        return Preload(("torch",), tuple(own), ("program",))
-    return Preload(("torch", "program") if programs else ("torch",), tuple(own))
+        return Preload(modules, tuple(own), ("program",))
+    return Preload((*modules, "program") if programs else modules, tuple(own))
 
 
 def start_fork_server(policy: Policy) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
+import itertools
 import logging
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -60,6 +63,11 @@ class Lifecycle:
         """Pools of versions that come or go: not in the registry, and to be stopped like it."""
         self._loading: Counter[str] = Counter()
         self._collecting: asyncio.TimerHandle | None = None
+        self._numbers, self._newest = itertools.count(1), 0
+        """Numbers of what is saved, and that of the newest that is written."""
+        self._writing, self._saving = threading.Lock(), asyncio.Lock()
+        self._next_save: asyncio.Task[None] | None = None
+        """The next write, which takes what is registered when the one before it has ended."""
         self._ending: set[asyncio.Task[None]] = set()
         """Ends of versions whose place another has taken."""
 
@@ -117,7 +125,7 @@ class Lifecycle:
                 return await self._add(archive, is_fetched, spec, allocator, waits, saves)
         except BaseException as error:
             if isinstance(error, ArchiveError | ServeError):
-                self.registry.tell("not registered", spec.name or spec.location, "", str(error))
+                self.registry.tell("not registered", spec.name or spec.shown, "", str(error))
             if is_fetched:
                 file.unlink(missing_ok=True)
             if is_disk_full(error) and not isinstance(error, StorageFull):
@@ -136,7 +144,7 @@ class Lifecycle:
     ) -> ModelVersion:
         name, config, unproven = await asyncio.to_thread(admit, archive, spec, self.policy)
         if allocator and self.policy.is_strict:
-            allocator.claim(name, archive.manifest.model_version, spec.location)
+            allocator.claim(name, archive.manifest.model_version, spec.shown)
         share = allocator.allocate if allocator else partial(self._beside, name)
         size = await self.policy.size(spec, config, name, share)
         config = replace(config, threads=size.threads)
@@ -156,10 +164,10 @@ class Lifecycle:
                         else:
                             model.pool.least, model.pool.most = size.workers, size.workers
                         model.expect_explanations()
-                        with self.registry.change():
+                        with self.registry.change(name):
                             self.registry.add(model)
                             if saves:
-                                self.save()
+                                await self._save_soon()
                 except BaseException as error:
                     model.metrics.remove()
                     if isinstance(error, LoadFailed):
@@ -296,7 +304,7 @@ class Lifecycle:
                 model.expect_explanations()
                 if least == 0 and model.explainers is not None:
                     await model.explainers.scale(0, drain_s, wait=synchronous)
-                self.save()
+                await self._save_soon()
             except BaseException:
                 pool.least, pool.most = before
                 raise
@@ -324,10 +332,10 @@ class Lifecycle:
             CleanupTimedOut: its workers have not ended in time; it is not served any more.
         """
         async with self._lock(model.name):
-            with self.registry.change():
+            with self.registry.change(model.name):
                 self.registry.remove(model)
                 if saves:
-                    self.save()
+                    await self._save_soon()
             self.registry.announce(model, False)
             if model.is_downloaded and not any(m.file == model.file for m in self.registry):
                 (self._settings.model_store / model.file).unlink(missing_ok=True)
@@ -348,13 +356,13 @@ class Lifecycle:
         """
         for model in (self.registry.get(name), self.registry.get(name, version)):
             self.registry.refuse_held(model)
-        with self.registry.change():
+        with self.registry.change(name):
             self.registry.set_default(name, version)
             self.save()
 
     async def stop(self, drain_timeout_s: float) -> None:
         """End all workers; what is registered stays remembered."""
-        self.policy.remember("shutdown", self.registry)
+        self.policy.remember("shutdown", self.registry)()
         await asyncio.gather(
             *(pool.stop(drain_timeout_s) for pool in self._unlisted),
             *(self._end(model, drain_timeout_s, forgets_metrics=False) for model in self.registry),
@@ -391,12 +399,47 @@ class Lifecycle:
         return self._locks.setdefault(name, asyncio.Lock())
 
     def save(self) -> None:
-        """Remember what is registered.
+        """Remember what is registered. Blocking.
 
         Raises:
             ServeError: it could not be written.
         """
-        self.policy.remember("snapshot", self.registry)
+        self._prepare_save()()
+
+    def _prepare_save(self) -> Callable[[], None]:
+        """Return what writes what is registered now, unless newer is written already. Blocking."""
+        write, number = self.policy.remember("snapshot", self.registry), next(self._numbers)
+
+        def save() -> None:
+            with self._writing:
+                if number > self._newest:
+                    write()
+                    self._newest = number
+
+        return save
+
+    async def _save_soon(self) -> None:
+        """Remember what is registered, beside the loop; a write serves all who wait for it.
+
+        Raises:
+            ServeError: it could not be written.
+        """
+        if self._next_save is None:
+            self._next_save = asyncio.create_task(self._save_next())
+        try:
+            await asyncio.shield(self._next_save)
+        except BaseException:  # whoever waits undoes the change now, which may be written already
+            asyncio.get_running_loop().call_soon(self._save_again)
+            raise
+
+    async def _save_next(self) -> None:
+        async with self._saving:
+            self._next_save = None
+            await asyncio.to_thread(self._prepare_save())
+
+    def _save_again(self) -> None:
+        with contextlib.suppress(ServeError):
+            self.save()
 
 
 # -- the start of a server ---------------------------------------------------------------------
@@ -436,7 +479,7 @@ async def restore(lifecycle: Lifecycle, report: Report) -> list[str]:
     for name, version in defaults.items():
         registry.set_default(name, version)
     registry.lacks_all = bool(specs) and all(model is None for model in models)
-    policy.remember("startup", registry)
+    policy.remember("startup", registry)()
     warnings = [model.warning for model in models if model is not None and model.warning]
     if allocator.warning is not None:
         logger.warning("%s", allocator.warning)
@@ -447,13 +490,13 @@ async def restore(lifecycle: Lifecycle, report: Report) -> list[str]:
 async def _start(
     lifecycle: Lifecycle, spec: ModelSpec, allocator: sizing.StartupAllocator, report: Report
 ) -> ModelVersion | None:
-    report(spec.name or spec.location, "loading")
+    report(spec.name or spec.shown, "loading")
     try:
         model = await lifecycle.add(spec, allocator, waits=lifecycle.policy.is_strict)
     except (ServeError, ArchiveError) as error:
         if lifecycle.policy.is_strict:
             raise
-        logger.error("Failed to load model: %s: %s", spec.location, error)
+        logger.error("Failed to load model: %s: %s", spec.shown, error)
         return None
     report(model.name, f"version {model.version}, {model.pool.ready_count} workers ready")
     return model

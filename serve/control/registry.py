@@ -258,16 +258,17 @@ class Registry:
         self._defaults[name] = self.get(name, version).version
 
     @contextmanager
-    def change(self) -> Iterator[None]:
-        """Undo what a block changes in the table when the block fails."""
-        models = {name: dict(versions) for name, versions in self._models.items()}
-        defaults, before = dict(self._defaults), list(self)
+    def change(self, name: str) -> Iterator[None]:
+        """Undo what a block changes of a model when the block fails."""
+        before, default = dict(self._models.get(name, {})), self._defaults.get(name)
         try:
             yield
         except BaseException:
-            added = [model for model in self if not any(model is each for each in before)]
-            self._models, self._defaults = models, defaults
-            for model in added:
+            now = self._models.pop(name, {})
+            self._defaults.pop(name, None)
+            if default is not None:
+                self._models[name], self._defaults[name] = before, default
+            for model in (now[each] for each in now if before.get(each) is not now[each]):
                 self.announce(model, False)
             raise
 

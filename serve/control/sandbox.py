@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
 import shutil
 import site
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-
-import psutil
 
 from modelyard.archiver.untrusted.names import SHARED_FOLDER
 from modelyard.serve.errors import StartError
@@ -68,6 +68,7 @@ class Sandbox:
         self._uids = settings.uids if why_one_user(settings.uids) is None else None
         self._has_mounts = settings.sandbox and mounts.why_not() is None
         self._taken: dict[Path, int] = {}
+        self._taking = threading.Lock()
         self._reads = (*places.readable(), *map(str, settings.read_paths))
         self._devices = tuple(places.devices())
         groups = {Path(device).stat().st_gid for device in places.accelerators()}
@@ -118,12 +119,14 @@ class Sandbox:
         """Return a user that nobody on this machine is; None keeps the server's own."""
         if self._uids is None:
             return None
-        free = sorted(set(self._uids) - set(self._taken.values()) - set(_running_users()))
-        if not free:
-            logger.warning("%s: all users of worker_uids are taken; it shares one", folder.name)
-            free = list(self._uids)
-        self._taken[folder] = secrets.choice(free)
-        return self._taken[folder]
+        running = set(_running_users())
+        with self._taking:
+            free = sorted(set(self._uids) - set(self._taken.values()) - running)
+            if not free:
+                logger.warning("%s: all users of worker_uids are taken; it shares one", folder.name)
+                free = list(self._uids)
+            self._taken[folder] = secrets.choice(free)
+            return self._taken[folder]
 
 
 def own_variables(folder: Path) -> dict[str, str]:
@@ -142,6 +145,6 @@ def scratch_of(folder: Path) -> Path:
 
 
 def _running_users() -> Iterator[int]:
-    for process in psutil.process_iter(["uids"]):
-        if (uids := process.info["uids"]) is not None:
-            yield uids.real
+    for status in Path("/proc").glob("[0-9]*/status"):
+        with contextlib.suppress(OSError):  # it has ended
+            yield int(status.read_bytes().partition(b"\nUid:")[2].split(None, 1)[0])

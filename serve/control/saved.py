@@ -65,12 +65,8 @@ def _read(state: StateDir, is_trial: bool) -> tuple[list[ModelSpec], dict[str, A
     return [], {}
 
 
-def write_models(state: StateDir, registry: Registry) -> None:
-    """Replace the file, and keep the one before it.
-
-    Raises:
-        ServeError: it could not be written.
-    """
+def describe_models(registry: Registry) -> dict[str, Any]:
+    """Return what the file is to hold of a registry as it is now."""
     models = [
         {
             "name": model.name,
@@ -83,12 +79,20 @@ def write_models(state: StateDir, registry: Registry) -> None:
         for model in registry
         if model.is_saved
     ]
+    return {"schema": SCHEMA, "models": models, **registry.noted()}
+
+
+def write_models(state: StateDir, content: Mapping[str, Any]) -> None:
+    """Replace the file, and keep the one before it. Blocking.
+
+    Raises:
+        ServeError: it could not be written.
+    """
     file, previous = state.models_file, state.previous_models_file
     try:
         with contextlib.suppress(OSError):
             previous.unlink(missing_ok=True)
             os.link(file, previous)
-        content = {"schema": SCHEMA, "models": models, **registry.noted()}
         write_file(file, json.dumps(content).encode())  # indented, it takes four times as long
     except OSError as error:
         kind = StorageFull if is_disk_full(error) else ServeError

@@ -30,7 +30,13 @@ from modelyard.serve.walls.raising import count_threads, die_with_parent
 from modelyard.serve.worker.dialect import find_dialect
 
 MODULES: Mapping[str, tuple[str, ...]] = {
-    "torch": ("torch", "numpy", *(place.partition(":")[0] for place in BUILT_IN.values())),
+    "torch": (
+        "torch",
+        "numpy",
+        *(place.partition(":")[0] for place in BUILT_IN.values()),
+        # What pillow imports with the first image that it opens.
+        *(f"PIL.{name}ImagePlugin" for name in ("Bmp", "Gif", "Jpeg", "Ppm", "Png")),
+    ),
     # What loading an exported program imports, most of it while it loads.
     "program": (
         "sympy",
@@ -43,8 +49,9 @@ MODULES: Mapping[str, tuple[str, ...]] = {
         "torch._inductor.sizevars",
         "sympy.tensor.tensor",
     ),
+    "onnx": ("onnxruntime",),
 }
-"""What is imported ahead. Not onnxruntime, which takes 30 ms, and starts a thread."""
+"""What is imported ahead."""
 
 
 class CannotFork(Exception):
@@ -57,7 +64,11 @@ _fresh: frozenset[str] = frozenset()
 
 
 def serve(fd: int) -> int:
-    """Fork workers until the server closes its end; return in each of them, with its socket."""
+    """Fork workers; return in each of them, with its socket.
+
+    Raises:
+        EOFError: the server has closed its end.
+    """
     global _fresh
     control = socket.socket(fileno=fd)
     control.set_inheritable(False)
@@ -74,7 +85,7 @@ def serve(fd: int) -> int:
             continue
         message, descriptors, _, _ = socket.recv_fds(control, 1, 4)
         if not message:
-            sys.exit(0)
+            raise EOFError
         with os.fdopen(descriptors[0], "rb") as file:
             request = json.load(file)
         ahead.extend(name for key in request["later"] for name in MODULES[key])

@@ -18,13 +18,18 @@ def notes() -> Path:
 
 
 @pytest.fixture
-def gate(notes: Path) -> Path:
-    """Return a file that is not there yet: `until FILE` waits for it."""
-    return notes / "gate"
-
-
-@pytest.fixture
 def threads() -> Iterator[ThreadPoolExecutor]:
     """Yield as many threads as a test has clients at once."""
     with ThreadPoolExecutor(20) as threads:
         yield threads
+
+
+@pytest.fixture
+def gate(notes: Path, threads: ThreadPoolExecutor) -> Iterator[Path]:
+    """Yield a file that is not there yet: `until FILE` waits for it, to the test's end at most.
+
+    The end of the threads waits for their requests, so the file comes before that.
+    """
+    file = notes / "gate"
+    yield file
+    file.touch()

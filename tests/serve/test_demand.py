@@ -26,6 +26,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     config.write_text(json.dumps({"max_loaded_models": 3, "model_settings": SETTINGS}))
     with running(folder / "state", folder / "store", "--models=ALL", f"--config={config}") as live:
         yield live
+        assert "Traceback" not in live.log, live.log
 
 
 def index(server: LiveServer) -> dict[str, tuple[str, str]]:
@@ -78,10 +79,15 @@ def test_who_was_used_longest_ago_goes_and_comes_back(server: LiveServer) -> Non
 def test_a_model_with_requests_stays_and_others_wait_for_it(
     server: LiveServer, threads: ThreadPoolExecutor, gate: Path
 ) -> None:
-    begun = [threads.submit(server.predict, name, f"until {gate}") for name in ("m0", "m1")]
+    handed = server.handed_over("m0") + server.handed_over("m1")
+    short = {"X-Request-Timeout": "10"}
+    begun = [threads.submit(server.predict, name, f"until {gate}", headers=short)
+             for name in ("m0", "m1")]  # fmt: skip
     poll(lambda: loaded(server) == ["m0", "m1", "pinned"], "both are loaded")
+    poll(lambda: server.handed_over("m0") + server.handed_over("m1") == handed + 2, "both run")
+    before = descendants(server.pid)
     late = server.predict("m2", "pid", headers={"X-Request-Timeout": "0.5"})
-    assert late.status_code == 504, late.text
+    assert (late.status_code, descendants(server.pid)) == (504, before), late.text
     waits = threads.submit(server.predict, "m2", "pid")
     poll(lambda: index(server)["m2"][0] == "LOADING", "it waits for a place")
     gate.touch()
@@ -98,4 +104,5 @@ def test_a_load_that_fails_is_told_and_not_tried_again_at_once(
     state, reason = index(server)["broken"]
     assert state == "UNAVAILABLE" and "could not be loaded" in reason
     assert server.client.get("/v2/models/broken/ready").status_code == 503
+    poll(lambda: server.predict("broken").headers["Retry-After"] == "2", "it waits twice as long")
     assert server.client.get("/ping").status_code == 200

@@ -1,25 +1,40 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import os
 import subprocess
+import threading
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from modelyard.archiver import open_archive
+from modelyard.serve.app import create_server
 from modelyard.serve.control.preload import start_fork_server
 from modelyard.serve.control.register import Lifecycle, restore
 from modelyard.serve.control.registry import Registry
 from modelyard.serve.control.state import StateDir
 from modelyard.serve.dataplane.metrics import Metrics
-from modelyard.serve.errors import FileNotInStore, StartError, StorageFull, http_status
+from modelyard.serve.errors import (
+    FileNotInStore,
+    ServeError,
+    StartError,
+    StorageFull,
+    http_status,
+)
 from modelyard.serve.policy import Policy
 from modelyard.serve.settings import load_settings
 from modelyard.serve.walls.kernel import children
 from tests.serve.live import build_archive
+
+PAIRS = 25
+OF_ABC = ("weakref.ReferenceType", "builtins.builtin_function_or_method")
+"""Types of what abc remembers, once for each class that is asked about."""
 
 
 def start(state: Path, **more: object) -> Registry:
@@ -162,6 +177,102 @@ def test_a_full_disk_is_the_servers_fault(tmp_path: Path) -> None:
         assert not any((disk / "unpacked").iterdir())
     finally:
         subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_nothing_is_left_of_a_model_that_came_and_went(tmp_path: Path) -> None:
+    build_archive(tmp_path, "echo")
+    folders = {"state_dir": tmp_path / "state", "model_store": tmp_path}
+    settings = load_settings({**folders, "port": 0, "management_port": 0}, None, {})
+    StateDir(settings.state_dir).create()
+
+    async def come_and_go(lifecycle: Lifecycle, names: str) -> Counter[str]:
+        for number in range(PAIRS):
+            name = f"{names}{number}"
+            await lifecycle.unregister(await lifecycle.register("echo.mar", name, workers=0))
+        await asyncio.sleep(0.1)  # threads hold what they did last
+        gc.collect()
+        types = map(type, gc.get_objects())
+        found = (f"{each.__module__}.{each.__qualname__}" for each in types)
+        return Counter(name for name in found if name not in OF_ABC)
+
+    async def grown() -> Counter[str]:
+        server = create_server(Policy(settings))
+        lifecycle = server.lifecycle
+        await restore(lifecycle, lambda model, text: None)
+        for observer in server.observers:
+            await observer.restore(lambda model, text: None)
+        for number in range(500):  # of which observers remember so many at most
+            lifecycle.registry.tell("not registered", f"m{number}", "", "of another model")
+        before = await come_and_go(lifecycle, "a")
+        found = await come_and_go(lifecycle, "b") - before
+        for observer in server.observers:
+            await observer.stop()
+        await lifecycle.stop(0)
+        for listener in server.listeners:
+            await listener.stop_accepting()
+        return found
+
+    found = asyncio.run(grown())
+    assert not [each for each in found.items() if each[1] >= PAIRS], found
+
+
+class Gated(Policy):
+    """Has each write wait for a gate, and the first ones fail."""
+
+    def begin(self, fails: int = 0) -> Lifecycle:
+        self.gate, self.begun, self.fails = threading.Event(), 0, fails
+        self.state.create()
+        return Lifecycle(self, Registry(), Metrics())
+
+    def remember(self, event: str, registry: Registry) -> Callable[[], None]:
+        write = super().remember(event, registry)
+
+        def wait() -> None:
+            self.begun += 1
+            assert self.gate.wait(20)
+            if self.begun <= self.fails:
+                raise ServeError("the disk is gone")
+            write()
+
+        return wait
+
+    def saved(self) -> list[str]:
+        content = json.loads(self.state.models_file.read_text(encoding="utf-8"))
+        return [model["name"] for model in content["models"]]
+
+
+@pytest.mark.parametrize(
+    ("fails", "saved"), [(0, ["m0", "m1", "m2", "m3"]), (1, ["m1", "m2", "m3"])]
+)
+def test_a_change_is_written_beside_the_loop_and_with_others_that_wait(
+    tmp_path: Path, fails: int, saved: list[str]
+) -> None:
+    names = [build_archive(tmp_path, "echo", name=f"m{n}").name for n in range(4)]
+    settings = load_settings({"state_dir": tmp_path, "model_store": tmp_path}, None, {})
+    policy = Gated(settings)
+
+    async def register() -> None:
+        lifecycle = policy.begin(fails)
+        tasks = []
+        for name in names:
+            tasks.append(asyncio.create_task(lifecycle.register(name, workers=0)))
+            async with asyncio.timeout(20):
+                while len(lifecycle.registry) < len(tasks) or not policy.begun:
+                    await asyncio.sleep(0.005)
+        assert (policy.begun, [each.done() for each in tasks]) == (1, 4 * [False])
+        policy.gate.set()
+        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [isinstance(each, ServeError) for each in outcomes] == [fails > 0, *3 * [False]]
+        # The one of the others may hold what has failed, which is written again without it.
+        assert policy.begun == 2 + fails
+        assert [each.name for each in lifecycle.registry] == policy.saved() == saved
+
+        late = lifecycle._prepare_save()
+        await lifecycle.unregister(lifecycle.registry.get("m1"))
+        late()
+        assert "m1" not in policy.saved()
+
+    asyncio.run(register())
 
 
 @pytest.mark.parametrize("content", ["", '{"models": [', '{"schema": 99, "models": []}', "\0" * 99])

@@ -19,7 +19,7 @@ from modelyard.plugins.ops.rollout.record import (
 )
 from modelyard.plugins.ops.rollout.shadow import Canary, place
 from modelyard.serve.control.registry import Registry
-from modelyard.serve.control.saved import read_models, read_notes, write_models
+from modelyard.serve.control.saved import describe_models, read_models, read_notes, write_models
 from modelyard.serve.control.state import StateDir
 from modelyard.serve.errors import BadRequest
 
@@ -77,13 +77,13 @@ def test_a_roll_out_is_remembered_beside_the_models(tmp_path: Path) -> None:
     state, registry = StateDir(tmp_path), Registry()
     before = record(State.SHADOW).moved(State.CANARY, 1, "promoted")
     registry.notes = {"rollouts": dict}
-    write_models(state, registry)
+    write_models(state, describe_models(registry))
     assert read_notes(state) == {}
     assert "rollouts" not in json.loads(state.models_file.read_text())
     registry.notes = {"rollouts": lambda: {"echo": before.to_json()}, "others": lambda: [1]}
-    write_models(state, registry)
+    write_models(state, describe_models(registry))
     registry.notes = read_notes(state)  # which are written again, whoever wrote them
-    write_models(state, registry)
+    write_models(state, describe_models(registry))
     found = {name: note() for name, note in read_notes(state).items()}
     assert (read_models(state), Record.from_json(found["rollouts"]["echo"])) == ([], before)
     assert found["others"] == [1]
