@@ -246,6 +246,12 @@ def test_bodies_are_answered_as_by_mlflow(name: str, body: str) -> None:
     assert json.loads(json.dumps(found[1])) == answer  # these numbers are exact
 
 
+def test_parameters_that_an_artifact_has_not_are_refused() -> None:
+    given = {"inputs": BODIES["ROWS"], "params": {"temperature": 1}}
+    assert answered("tensor", json.dumps(given), BODIES["JSON"])[0] == 400
+    assert answered("tensor", json.dumps({**given, "params": {}}), BODIES["JSON"])[0] == 200
+
+
 # -- the route -----------------------------------------------------------------------------------
 
 
