@@ -8,7 +8,9 @@
 | `modelyard.measures` | option of an explanation that asks how good it is → its `Measure` |
 | `modelyard.certifiers` | `explanations` → what measures those of an archive, a `Certifier` |
 | `modelyard.exports` | `generate` → what makes a decoder's module of a model (`exporter/trip.py`) |
+| `modelyard.sources` | scheme of a location → what fetches a checkpoint (`exporter/sources.py`) |
 | `modelyard.faces` | another way in → a `Face` of the server |
+| `modelyard.texts` | `embeddings` → what answers texts with a model's numbers, in a worker |
 | `modelyard.observers` | what looks on → an `Observer` of the server |
 | `modelyard.servers` | `shared_port` → what runs several servers behind one port |
 | `modelyard.policies` | a dialect → what it does otherwise in a worker |

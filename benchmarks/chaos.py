@@ -67,8 +67,9 @@ CELL, SERVER, PROXY = b"ray::ServeReplica", b"modelyard.plugins.cluster.ray.chil
 """What the command line of a process says."""
 RAY, SERVE = (str(Path(sys.executable).with_name(name)) for name in ("ray", "serve"))
 APPLICATION = "modelyard"
-NODE_FAULTS = ("silent", "node", "head", "disk", "hung-worker")
-"""Faults of a cluster of two nodes: chaos_nodes.py."""
+LOSSES = ("silent", "node", "head", "disk")
+NODE_FAULTS = (*LOSSES, "hung-worker", "full-update")
+"""Faults of a cluster of two nodes: chaos_nodes.py; of some a node goes."""
 SOON_S = 5.0
 """Within which a request is to be answered, whatever becomes of a node."""
 HANDLER = '''\
@@ -335,30 +336,33 @@ class Outcome:
     fault: str
     accounts: dict[int, Account]
     seconds: float
+    """The longest time until all was whole again."""
     note: str
 
 
 async def during(
-    cells: Cells, fault: str, event: Callable[[], str], clients: int, rate: float
+    cells: Cells, fault: str, event: Callable[[], str], clients: int, rate: float, times: int
 ) -> Outcome:
-    """Do something under load; return what became of the requests."""
+    """Do something so many times under load; return what became of the requests."""
     sizes = SMALL if fault == "load" else SIZES
     load = cells.load = Load(cells.asked(fault), PORT, PATH, sizes, clients, rate)
     running = asyncio.create_task(load.run())
     await asyncio.sleep(BEFORE_S)
-    started = time.monotonic()
-    try:
-        note = await asyncio.to_thread(event)
-    except (TimeoutError, subprocess.TimeoutExpired) as error:
-        note = str(error)[:200]
-    seconds = time.monotonic() - started
-    await asyncio.sleep(AFTER_S)
+    seconds = 0.0
+    for _ in range(times):
+        started = time.monotonic()
+        try:
+            note = await asyncio.to_thread(event)
+        except (TimeoutError, subprocess.TimeoutExpired) as error:
+            note = str(error)[:200]
+        seconds = max(seconds, time.monotonic() - started)
+        await asyncio.sleep(AFTER_S)
     load.stop()
     await running
     return Outcome(fault, load.accounts, seconds, note)
 
 
-def inside(folder: Path, faults: list[str], clients: int, rate: float) -> None:
+def inside(folder: Path, faults: list[str], clients: int, rate: float, times: int) -> None:
     """Run the application and all faults; write each outcome as a line of JSON."""
     from benchmarks.chaos_nodes import FAULTS_OF_NODES, Nodes
 
@@ -371,7 +375,7 @@ def inside(folder: Path, faults: list[str], clients: int, rate: float) -> None:
         with cells.running():
             for fault in chosen:
                 event = partial(known[fault], cells)
-                outcome = asyncio.run(during(cells, fault, event, clients, rate))
+                outcome = asyncio.run(during(cells, fault, event, clients, rate, times))
                 sys.stdout.write(json.dumps(vars(outcome), default=vars) + "\n")
                 sys.stdout.flush()
                 time.sleep(AFTER_S)
@@ -393,19 +397,20 @@ def main() -> int:
     )
     parser.add_argument("--clients", type=int, default=CLIENTS)
     parser.add_argument("--rate", type=float, default=0, help="open loop: requests a second")
+    parser.add_argument("--times", type=int, default=1, help="how often each fault happens")
     parser.add_argument("--nodes", action="store_true", help="all of two nodes (root, redis)")
     parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     faults = given.only or list(NODE_FAULTS if given.nodes else FAULTS)
     if given.inside:
-        inside(given.inside, faults, given.clients, given.rate)
+        inside(given.inside, faults, given.clients, given.rate, given.times)
         return 0
     with tempfile.TemporaryDirectory(dir="/tmp") as name:  # Ray's sockets have long names
         folder = Path(name)
         build(folder / "one", "1.0")
         build(folder / "two", "2.0")
         build(folder / "bad", "3.0", 'raise RuntimeError("this version does not load")')
-        outcomes = run(folder, faults, given.clients, given.rate)
+        outcomes = run(folder, faults, given.clients, given.rate, given.times)
     report(outcomes)
     is_well = len(outcomes) == len(faults) and not any(map(missed, outcomes))
     return 0 if is_well else 1
@@ -421,12 +426,13 @@ def surroundings(folder: str) -> dict[str, str]:
     return {**kept, **ours, **own, "RAY_raylet_start_wait_time_s": f"{START_S:g}"}
 
 
-def run(folder: Path, faults: list[str], clients: int, rate: float) -> list[Outcome]:
+def run(folder: Path, faults: list[str], clients: int, rate: float, times: int) -> list[Outcome]:
     """Run everything in namespaces of its own; return what was accounted for."""
     name = str(folder)
     only = [word for fault in faults for word in ("--only", fault)]
     command = [*ALONE, sys.executable, "-m", "benchmarks.chaos", "--inside", name,
-               "--clients", str(clients), "--rate", str(rate), *only]  # fmt: skip
+               "--clients", str(clients), "--rate", str(rate), "--times", str(times),
+               *only]  # fmt: skip
     outcomes = []
     with subprocess.Popen(
         command, cwd=folder, env=surroundings(name), stdout=subprocess.PIPE, text=True
@@ -446,10 +452,10 @@ def missed(outcome: Outcome) -> int:
     Never answered, answered by what belongs to another, repeated by clients where HAProxy could,
     or late because a node went.
     """
-    is_proxy = outcome.fault.endswith("proxy")
-    is_node = outcome.fault in NODE_FAULTS and outcome.fault != "hung-worker"
+    is_said = outcome.fault.endswith(("proxy", "worker"))  # what each had is the client's to repeat
+    is_node = outcome.fault in LOSSES
     return sum(each.slowest_s > SOON_S for each in outcome.accounts.values() if is_node) + sum(
-        each.lost + each.met.get(WRONG, 0) + (each.repeated if size <= HELD and not is_proxy else 0)
+        each.lost + each.met.get(WRONG, 0) + (each.repeated if size <= HELD and not is_said else 0)
         for size, each in outcome.accounts.items()
     )
 

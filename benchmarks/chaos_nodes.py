@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from benchmarks.chaos import RAY, START_S, Cells, answers, poll, processes
 
 GATEWAY, HEAD, OTHER = "10.77.0.254", "10.77.0.1", "10.77.0.2"
@@ -92,12 +94,11 @@ class Nodes(Cells):
             subprocess.run(["ip", *words.split()], check=True)
 
     def of(self, name: str, words: bytes) -> list[int]:
-        """Return the processes of a node that run this."""
-        network = Path(f"/proc/{self.nodes[name].pid}/ns/net").readlink()
+        """Return the processes of a node that run this; workers have networks of their own."""
         found = []
         for pid in processes(words):
-            with contextlib.suppress(OSError):
-                if Path(f"/proc/{pid}/ns/net").readlink() == network:
+            with contextlib.suppress(psutil.Error):
+                if self.nodes[name].pid in (each.pid for each in psutil.Process(pid).parents()):
                     found.append(pid)
         return found
 
@@ -111,12 +112,18 @@ class Nodes(Cells):
             rows = json.load(answer)["data"]["result"]["result"]
         return sum(row["state"] == "ALIVE" for row in rows)
 
-    def spread(self) -> list[str]:
-        """Return the nodes of the cells that Ray has running."""
+    def placed(self) -> dict[str, str]:
+        """Return cell → node, of the cells that Ray has running."""
         with contextlib.suppress(OSError, KeyError, ValueError):
             cells = self.status()["deployments"]["cell"]["replicas"]
-            return sorted(each["node_ip"] for each in cells if each["state"] == "RUNNING")
-        return []
+            return {
+                each["replica_id"]: each["node_ip"] for each in cells if each["state"] == "RUNNING"
+            }
+        return {}
+
+    def spread(self) -> list[str]:
+        """Return the nodes of these cells."""
+        return sorted(self.placed().values())
 
     def whole(self, *without: Any) -> None:
         """Wait until each node has its cell, and answers."""
@@ -165,9 +172,17 @@ class Nodes(Cells):
         self.whole()
         return f"{left} blocks were left"
 
+    def update_full(self) -> str:
+        """Roll out the next version of the archive, where each node is full."""
+        before, self.store = self.placed(), "two" if self.store == "one" else "one"
+        self.deploy()
+        poll(lambda: (now := self.placed()) and before.keys().isdisjoint(now), "no old cell runs")
+        self.whole()
+        return ""
+
     def hang_worker(self) -> str:
-        """Stop a worker of node a."""
-        worker = self.of("a", b"modelyard.serve.worker")[0]
+        """Stop a worker of node a; the process that forks them is older, and is called the same."""
+        worker = self.of("a", b"modelyard.serve.worker")[-1]
         os.kill(worker, signal.SIGSTOP)
         poll(lambda: worker not in self.of("a", b"modelyard.serve.worker"), "it is replaced")
         self.whole()
@@ -180,5 +195,6 @@ FAULTS_OF_NODES = {
     "head": Nodes.kill_head,
     "disk": Nodes.fill_disk,
     "hung-worker": Nodes.hang_worker,
+    "full-update": Nodes.update_full,
 }
 """What is asked for by these names."""

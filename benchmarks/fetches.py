@@ -32,13 +32,20 @@ from pathlib import Path
 from typing import Any
 
 from modelyard.archiver import open_archive
-from modelyard.serve.control.fetch import Source, place
-from modelyard.serve.control.transfer import PART_BYTES, Limits
+from modelyard.serve.control.transfer import PART_BYTES
 
 FAULTS = ("503", "cut", "stall", "length")
 STALL_S = 3.0
-"""Silence of the proxy; longer than the fetch waits in this trial."""
+"""Silence of the proxy before it closes."""
 CHUNK_BYTES = 1 << 18
+HANDLER = """
+class Handler:
+    def initialize(self, context):
+        pass
+
+    def handle(self, data, context):
+        return ["" for _ in data]
+"""
 FETCH = """
 import sys
 from pathlib import Path
@@ -149,9 +156,12 @@ def store(folder: Path) -> Iterator[int]:
 def write_archive(file: Path, size_bytes: int) -> tuple[Path, str]:
     """Write an archive with so many random bytes; return it and its digest."""
     with zipfile.ZipFile(file, "w") as zipped:
-        manifest = {"runtime": "python", "model": {"modelName": "m", "handler": "h.py"}}
+        manifest = {
+            "runtime": "python",
+            "model": {"modelName": "m", "handler": "h.py", "modelVersion": "1.0"},
+        }
         zipped.writestr("MAR-INF/MANIFEST.json", json.dumps(manifest))
-        zipped.writestr("h.py", "")
+        zipped.writestr("h.py", HANDLER)
         with zipped.open("weights.bin", "w", force_zip64=True) as out:
             for at in range(0, size_bytes, 1 << 20):
                 out.write(random.Random(at).randbytes(min(1 << 20, size_bytes - at)))
@@ -175,18 +185,25 @@ def put(port: int, key: str, file: Path) -> None:
 
 
 def starts(proxy: Proxy, folder: Path, count: int, scheme: str, digest: str) -> int:
-    """Fetch anew, time after time, from a store that fails; return how many failed."""
+    """Start servers, each with no cache, of a store that fails; return how many did not start."""
     failed, began = 0, time.monotonic()
-    for number in range(count):
-        cache = folder / f"cache-{scheme}-{number}"
-        host = "models" if scheme == "s3" else f"127.0.0.1:{proxy.port}/models"
-        source = Source(None, f"{scheme}://{host}/small.mar", digest)
-        try:
-            place(source, cache, limits=Limits(silence_s=STALL_S / 2))
-        except Exception as error:
+    host = "models" if scheme == "s3" else f"127.0.0.1:{proxy.port}/models"
+    (settings := folder / "settings.yaml").write_text(f"cache_dir: {folder / 'cache'}\n")
+    state = f"--state-dir={folder / 'state'}"
+    ports = ("--port=0", "--management-port=0", "--metrics-port=0", "--grpc-port=0")
+    url = f"{scheme}://{host}/small.mar#sha256={digest}"
+    command = [sys.executable, "-m", "modelyard", "serve", "start", "--workers=1", state, *ports,
+               f"--models={url}", f"--config={settings}"]  # fmt: skip
+    for _ in range(count):
+        ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+        if ran.returncode:
             failed += 1
-            print(f"  {type(error).__name__}: {error}")
-        shutil.rmtree(cache, ignore_errors=True)
+            print(f"  {ran.stderr}")
+        else:
+            subprocess.run([sys.executable, "-m", "modelyard", "serve", "stop", state], cwd=folder,
+                           stdout=subprocess.DEVNULL, check=True)  # fmt: skip
+        for name in ("cache", "state"):
+            shutil.rmtree(folder / name, ignore_errors=True)
     took_s = time.monotonic() - began
     print(
         f"{scheme}: {failed} of {count} starts failed, {took_s:.0f} s; answers {dict(proxy.counts)}"

@@ -1,11 +1,13 @@
 """`hf://owner/name@revision` → a folder of safetensors and JSON: one commit of a model hub."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from modelyard.base.extras import how_to_install
 from modelyard.exporter.errors import CheckpointError, ModelError
+from modelyard.exporter.sources import Fetched, Tell
 
 MOST_BYTES = 256 << 30
 """Size of all files that are taken from one repository."""
@@ -16,13 +18,9 @@ code."""
 _LOCATION = re.compile(r"hf:/{1,2}(?P<repository>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
 
 
-def is_on_hub(location: str | Path) -> bool:
-    """Return whether a location names a repository of a hub."""
-    return str(location).startswith("hf:/")
-
-
-def fetch(location: str | Path, tell: Callable[[str], None] | None) -> tuple[Path, str]:
-    """Fetch a repository's weights and configuration; return their folder and its name.
+@contextmanager
+def fetch(location: str, tell: Tell) -> Iterator[Fetched]:
+    """Fetch a repository's weights and configuration.
 
     The hub is `HF_ENDPOINT`'s, the folder lies in the cache of huggingface_hub, whose own settings
     hold. The folder goes by the commit.
@@ -34,7 +32,7 @@ def fetch(location: str | Path, tell: Callable[[str], None] | None) -> tuple[Pat
         CheckpointError: there is none, or it has no safetensors.
         ModelError: huggingface_hub is not installed.
     """
-    named = _LOCATION.fullmatch(str(location))
+    named = _LOCATION.fullmatch(location)
     if named is None:
         raise CheckpointError(f'"{location}": expected hf://OWNER/NAME@REVISION')
     repository, revision = named["repository"], named["revision"] or "main"
@@ -63,4 +61,5 @@ def fetch(location: str | Path, tell: Callable[[str], None] | None) -> tuple[Pat
         ) from error
     if tell is not None and about.sha != revision:
         tell(f"{text} is commit {about.sha}")
-    return Path(folder), repository.partition("/")[2]
+    exact = {"location": f"hf://{repository}@{about.sha}"}
+    yield Fetched(Path(folder), repository.partition("/")[2], exact)

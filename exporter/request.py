@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from modelyard.exporter.hub import fetch, is_on_hub
+from modelyard.exporter.sources import find_source
 
 if TYPE_CHECKING:
     from modelyard.exporter.ingest import Announce
@@ -74,7 +75,7 @@ def export(
     Args:
         checkpoint: file or folder that a training run left, of any kind that docs/checkpoints.md
             names; `modelyard inspect` says what it is. Or hf://OWNER/NAME@REVISION of a model hub,
-            of which only safetensors are taken.
+            of which only safetensors are taken; or models:/NAME/VERSION of a registry.
         model: the class, as file.py:Class, package.module:Class or package.module:factory. Not
             needed for a Hugging Face folder, nor for pickled modules of torch.nn's own layers.
         inputs: each tensor that forward() takes, as name:dtype[dims]; a dim is a number, or a name
@@ -136,13 +137,15 @@ def export(
     for each in ("inputs", "formats", "output_names"):
         if isinstance(given[each], str):
             given[each] = (given[each],)
-    if is_on_hub(checkpoint):
-        given["checkpoint"], own = fetch(checkpoint, tell)
-        given["name"] = name or own
-    for each in ("checkpoint", "output_dir"):
-        given[each] = Path(given[each])
-    request = ExportRequest(**{**given, "samples": [Path(sample) for sample in samples]})
-    return run(request)
+    fetch = find_source(checkpoint)
+    with nullcontext() if fetch is None else fetch(str(checkpoint), tell) as found:
+        if found is not None:
+            given |= {"checkpoint": found.folder, "origin": found.origin}
+            given["name"] = name or found.name
+        for each in ("checkpoint", "output_dir"):
+            given[each] = Path(given[each])
+        request = ExportRequest(**{**given, "samples": [Path(sample) for sample in samples]})
+        return run(request)
 
 
 @dataclass(frozen=True)
@@ -174,6 +177,8 @@ class ExportRequest:
     tell: Callable[[str], None] | None = None
     sample_only: bool = False
     progress: Callable[[str, int, int], None] | None = None
+    origin: Mapping[str, str] = field(default_factory=dict)
+    """Where the checkpoint was fetched from, as `Fetched.origin`; empty for a path."""
 
     def target(self, format: str) -> Path:
         """Return where the artifact of a format goes."""
@@ -227,9 +232,9 @@ def command_of(
         "samples": [write(path) for path in request.samples],
         "output_dir": write(request.output_dir),
     }
-    words = ["modelyard", "export", write(request.checkpoint)]
-    for field, flag in FLAGS.items():
-        values = written[field]
+    words = ["modelyard", "export", request.origin.get("location") or write(request.checkpoint)]
+    for name, flag in FLAGS.items():
+        values = written[name]
         for value in values if isinstance(values, list | tuple) else [values]:
             if value:
                 words += [flag] if value is True else [flag, str(value)]

@@ -101,12 +101,13 @@ def run(request: ExportRequest) -> list[ExportReport]:
         )
         if inputs.calibration:
             notes += doubts(reference.original, inputs.calibration, signature)
+        origin = {"origin": dict(request.origin)} if request.origin else {}
         details |= {
             "dtype": request.dtype,
             "submodule": request.submodule,
             "probabilities": dict(reference.probabilities),
             "labels": checkpoint.named_labels(),
-            "table": _table(reference),
+            "table": _table(reference, checkpoint.columns),
         }
         with _workspace(request.output_dir) as folder:
             drafts, failures = _write_each(request, reference, inputs, folder)
@@ -123,7 +124,7 @@ def run(request: ExportRequest) -> list[ExportReport]:
                     checkpoint=request.checkpoint.name,
                     checkpoint_sha256=checkpoint.sha256,
                     checkpoint_kind=checkpoint.kind,
-                    checkpoint_details=checkpoint.how_read(),
+                    checkpoint_details=checkpoint.how_read() | origin,
                     model=model_name,
                     model_args=request.model_args or {},
                     device=str(device),
@@ -239,10 +240,15 @@ def _batching(reference: Reference, checker: Checker, parity: Parity) -> Batchin
     )
 
 
-def _table(reference: Reference) -> Mapping[str, object]:
-    """Return what `features.json` says of a file of scikit-learn and the like."""
+def _table(reference: Reference, columns: Sequence[str]) -> Mapping[str, object]:
+    """Return what `features.json` says of a file of scikit-learn and the like, or of columns."""
     file = file_of(reference.original)
-    return file.table(reference.signature, reference.keys) if file else {}
+    if file and (table := file.table(reference.signature, reference.keys)):
+        return table
+    spec, *others = reference.signature.inputs
+    if not columns or others or spec.shape[1:] != (len(columns),):
+        return {}
+    return {"features": [{"name": name} for name in columns]}
 
 
 def _nothing_written(failures: Mapping[str, ExportError]) -> ExportError:

@@ -23,6 +23,7 @@ from modelyard.serve.tools.handle import serve, start_detached
 
 if TYPE_CHECKING:
     from modelyard.serve.control.state import StateDir
+    from modelyard.serve.policy import Policy
     from modelyard.serve.settings import Settings
 
 _F = TypeVar("_F", bound=Callable[..., None])
@@ -215,9 +216,14 @@ def _print_plan(settings: Settings, json_output: bool) -> None:
         err.print(f"[yellow]warning:[/yellow] {escape(warning)}")
 
 
-def run_attached(settings: Settings) -> int:
-    """Run a server in this process until it is told to stop; return its exit code."""
+def run_attached(settings: Settings, policy: Callable[[Settings], Policy] | None = None) -> int:
+    """Run a server in this process until it is told to stop; return its exit code.
+
+    Args:
+        policy: makes its decisions, where they are not ours.
+    """
     from modelyard.serve.log import log_to_stderr
+    from modelyard.serve.policy import Policy
     from modelyard.serve.server import run_ours
 
     access = log_to_stderr(settings)
@@ -227,7 +233,7 @@ def run_attached(settings: Settings) -> int:
             err.print("[green]ready[/green]; stop with Ctrl-C")
             _print_addresses(event)
 
-    return run_ours(settings, report, access)
+    return run_ours(settings, report, access, policy=policy or Policy)
 
 
 def _print_addresses(about: dict[str, Any]) -> None:

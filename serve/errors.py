@@ -49,9 +49,20 @@
 from __future__ import annotations
 
 import errno
+import re
 
 from modelyard.archiver.errors import ArchiveError, BadName
 from modelyard.archiver.errors import WrongUsage as UnusableOption
+
+NOT_KEPT = "query-not-kept"
+"""Query of a URL whose own is not kept."""
+
+
+def without_secrets(location: str) -> str:
+    """Return a location as it is stored and shown: a URL's query may hold a signature."""
+    if "://" not in location:
+        return location
+    return re.sub(r"(?<=\?)[^#]+", NOT_KEPT, re.sub("(?<=://)[^/?#]*@", "", location))
 
 
 class ServeError(Exception):
@@ -127,6 +138,7 @@ class UrlRefused(FileNotInStore):
     """
 
     def __init__(self, url: str, reason: str) -> None:
+        url = without_secrets(url)
         super().__init__(f"Given URL {url} does not match any allowed URL(s)")
         self.reason = reason
 
@@ -140,7 +152,7 @@ class FetchFailed(ServeError):
     """
 
     def __init__(self, url: str, reason: str) -> None:
-        super().__init__(f"Failed to download archive from: {url}")
+        super().__init__(f"Failed to download archive from: {without_secrets(url)}")
         self.reason = reason
 
 

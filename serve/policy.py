@@ -20,6 +20,7 @@ from modelyard.serve.control.store import find_archive, list_archives, parse_mod
 from modelyard.serve.control.urls import UrlRules, is_url
 from modelyard.serve.dataplane.process import ForkServer
 from modelyard.serve.dataplane.worker import WorkerPolicy
+from modelyard.serve.errors import without_secrets
 from modelyard.serve.settings import Settings
 from modelyard.serve.walls.environment import PASSED, choose_variables
 
@@ -105,7 +106,10 @@ class Policy:
         if not is_url(location):
             return find_archive(self.settings.model_store, location)
         rules = None if location in self._trusted else UrlRules(self.settings.allowed_urls)
-        return place(parse_source(location), self.settings.cache_dir, rules)
+        file = place(parse_source(location), self.settings.cache_dir, rules)
+        if (name := without_secrets(location)) != location:
+            self._trusted.add(name)  # by which it is found again, and nothing is fetched
+        return file
 
     def choose_name(self, archive: Archive, spec: ModelSpec) -> str:
         """Return the name under which an archive is registered.

@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 Event = dict[str, Any]
 Report = Callable[[Event], None]
 Create = Callable[[Settings], "Server"]
+MakePolicy = Callable[[Settings], Policy]
 Serve = Callable[[Settings, StateDir, Report, Create], Coroutine[None, None, None]]
 
 ANNOUNCE_S = 0.2
@@ -84,20 +85,24 @@ def run_ours(
     report: Report,
     access: AccessLog | None,
     keys: Mapping[str, str] | None = None,
+    policy: MakePolicy = Policy,
 ) -> int:
     """Run a server of our own dialect, as `run` does, or as many as the settings say.
 
     Args:
         access: takes a line for each request.
         keys: of one of several servers, the keys of all.
+        policy: makes the decisions of one server; several make their own.
     """
     serve = _serve if settings.servers == 1 or keys else _serve_several
-    return run(settings, report, partial(_create, access, keys), serve)
+    return run(settings, report, partial(_create, access, keys, policy), serve)
 
 
-def _create(access: AccessLog | None, keys: Mapping[str, str] | None, settings: Settings) -> Server:
+def _create(
+    access: AccessLog | None, keys: Mapping[str, str] | None, make: MakePolicy, settings: Settings
+) -> Server:
     """Build a server of our own dialect, while the fork server imports what workers need."""
-    policy = Policy(settings)
+    policy = make(settings)
     start_fork_server(policy)
     from modelyard.serve.app import create_server  # which takes half a second of a core
 

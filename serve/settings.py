@@ -262,6 +262,8 @@ class Settings(BaseModel):
     """Let operators load and unload models by name with the inference API, /v2/repository."""
     shared_memory: bool = False
     """Let clients of this machine have tensors read from and written to files of /dev/shm."""
+    invocations: str | None = None
+    """Model that `POST /invocations` asks, in MLflow's scoring protocol."""
     device: Annotated[str, _form(r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda or cuda:N")] = "auto"
     """Device that models run on; auto takes CUDA where there is one."""
     workers: int = Field(default=0, ge=0, le=MOST_WORKERS)

@@ -15,6 +15,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import tarfile
 import tomllib
 from collections import Counter
@@ -32,7 +33,9 @@ from deploy.image import (
     ENVIRONMENT,
     HOME,
     PORTS,
+    SITE,
     SOURCES,
+    SUITE,
     USER,
     Blobs,
     folder_entries,
@@ -44,6 +47,10 @@ from tests.shared import DIGITS, ROOT
 
 SCAN = (DIGITS / "scans" / "7.png").read_bytes()
 ANSWERED, REFUSED, LOST = "answered", "refused at connect", "lost"
+BUILD_PACKAGES = ("ca-certificates", "python3-pip", "python3-venv")
+"""Debian's, of a base on which the Dockerfile builds as on python:3.11-slim."""
+PIP_FILES = (Path.home() / ".config" / "pip" / "pip.conf", Path("/etc/pip.conf"))
+AUTHORITIES = "/etc/ssl/certs/ca-certificates.crt"
 
 
 @pytest.fixture(scope="module")
@@ -198,6 +205,79 @@ def test_walls_stand_in_it(rootfs: Path, digits_store: Path, tmp_path: Path) -> 
     assert all(each["status"] == "ok" for each in walls.values()), walls
 
 
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[str]]]:
+    """Build the Dockerfile twice, on Debian's Python; return its root file system and the ids."""
+    if missing := [
+        tool for tool in ("buildah", "bwrap", "mmdebstrap") if shutil.which(tool) is None
+    ]:
+        pytest.skip(f"{' and '.join(missing)} not installed")
+    if os.getuid():
+        pytest.skip("buildah's isolation by chroot needs root")
+    folder = tmp_path_factory.mktemp("buildah")
+    buildah = ["buildah", "--root", str(folder / "store"), "--runroot", str(folder / "run"),
+               "--storage-driver", "vfs"]  # fmt: skip
+
+    def run(*words: str) -> str:
+        done = subprocess.run([*buildah, *words], stdout=subprocess.PIPE, text=True, check=True)
+        return done.stdout.strip()
+
+    try:
+        base = os.environ.get("IMAGE_BUILD_BASE") or str(folder / "base.tar")
+        if not Path(base).exists():
+            link = 'ln -s ../../bin/python3 "$1/usr/local/bin/python"'
+            subprocess.run(
+                ["mmdebstrap", "--variant=minbase", f"--include={','.join(BUILD_PACKAGES)}",
+                 f"--customize-hook={link}", SUITE, base], check=True
+            )  # fmt: skip
+        container = run("from", "scratch")
+        run("add", "-q", container, base, "/")
+        run("config", "--env", "PATH=/usr/local/bin:/usr/bin:/bin", container)
+        run("commit", "-q", container, "localhost/base:1")
+        # torch's index has one file: what pip takes here, which must be the build for CPUs.
+        (index := folder / "index" / "torch").mkdir(parents=True)
+        subprocess.run(
+            [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", index,
+             "-r", ROOT / "requirements-torch.lock"], check=True
+        )  # fmt: skip
+        (wheel,) = index.iterdir()
+        (index / "index.html").write_text(f'<a href="{wheel.name}">{wheel.name}</a>')
+        (folder / "tree").mkdir()  # both builds see one, whoever works in ours
+        for name in ("Dockerfile", ".dockerignore", *copied_names()):
+            subprocess.run(["cp", "-a", "--parents", name, folder / "tree"], cwd=ROOT, check=True)
+        mounts = [f"{index.parent}:/index", f"{AUTHORITIES}:{AUTHORITIES}"]
+        mounts += [f"{file}:/etc/pip.conf" for file in PIP_FILES if file.exists()][:1]
+        ids = []
+        for name in ("first", "second"):
+            run("build", "--isolation", "chroot", "--timestamp", "315532800", "--layers=false",
+                "--pull-never", "--build-arg", "BASE=localhost/base:1",
+                "--build-arg", "TORCH_INDEX=file:///index", "--iidfile", str(folder / name),
+                *(word for each in mounts for word in ("-v", f"{each}:ro")),
+                str(folder / "tree"))  # fmt: skip
+            ids.append((folder / name).read_text())
+        yield Path(run("mount", run("from", ids[0]))), ids
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@runs_the_image
+def test_the_dockerfile_builds_one_image_that_serves(
+    built: tuple[Path, list[str]], digits_store: Path, tmp_path: Path
+) -> None:
+    rootfs, (first, second) = built
+    assert first == second  # the digest of its configuration, which has the layers'
+    site = {each.name for each in (rootfs / SITE).iterdir()}
+    assert "torch" in site and not [name for name in site if name.startswith(("nvidia", "triton"))]
+    with running(rootfs, tmp_path, digits_store, 1000) as cell:
+        assert cell.ask("GET", "/ping")[0] == 200
+        status, answer = cell.ask("POST", "/predictions/onnx", SCAN)
+        assert (status, max(answer, key=answer.__getitem__)) == (200, "7")
+        (health,) = re.findall(r"(?m)^HEALTHCHECK .* CMD (.*)$", (ROOT / "Dockerfile").read_text())
+        assert cell.run(*json.loads(health)).returncode == 0
+        cell.terminate()
+        assert cell.process.wait(60) == 0, cell.log.read_text()
+
+
 def test_a_layer_has_the_same_bytes_whenever_and_by_whomever_it_is_made(tmp_path: Path) -> None:
     layers = []
     for number in range(2):
@@ -245,10 +325,14 @@ def test_the_dockerfile_makes_the_same_image_as_the_script() -> None:
     assert json.loads(last.partition("\nCMD ")[2]) == COMMAND
 
 
-def test_what_the_dockerfile_copies_is_there_and_reaches_the_build() -> None:
+def copied_names() -> set[str]:
     text = (ROOT / "Dockerfile").read_text()
     lines = [line.split()[1:-1] for line in text.splitlines() if line.startswith("COPY ")]
-    copied = {name for names in lines for name in names if not names[0].startswith("--from")}
+    return {name for names in lines for name in names if not names[0].startswith("--from")}
+
+
+def test_what_the_dockerfile_copies_is_there_and_reaches_the_build() -> None:
+    copied = copied_names()
     ignore = (ROOT / ".dockerignore").read_text().splitlines()
     assert copied and all((ROOT / name).exists() for name in copied)
     packages = {link.name for link in (ROOT / "modelyard").iterdir() if link.is_symlink()}

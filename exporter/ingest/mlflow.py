@@ -5,7 +5,7 @@ Of its flavors, `pytorch` (a pickled module, an exported program or a state dict
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ def read_mlflow(folder: Path, announce: Announce | None) -> ParsedCheckpoint:
     path = _file(folder, as_dict(content.get("flavors")))
     parsed = read_file(Source.of_file(path), announce)
     is_program = parsed.kind in (PROGRAM, ONNX)
+    signature = as_dict(content.get("signature"))
     return replace(
         parsed,
         kind=parsed.kind if is_program else f"MLflow model ({parsed.kind})",
@@ -39,7 +40,9 @@ def read_mlflow(folder: Path, announce: Announce | None) -> ParsedCheckpoint:
         writer="MLflow",
         writer_version=as_text(content.get("mlflow_version")),
         program=path if is_program else None,
-        inputs=parsed.inputs or _inputs(as_dict(content.get("signature"))),
+        inputs=parsed.inputs or _inputs(signature),
+        columns=_columns(signature),
+        notes=(*parsed.notes, *_notes(signature)),
         example=_example(folder, as_dict(content.get("saved_input_example_info"))),
     )
 
@@ -91,6 +94,21 @@ def _inputs(signature: Mapping[str, Any]) -> tuple[str, ...]:
     # A signature of objects or parameters, or one that a person wrote.
     except (KeyError, TypeError, ValueError, RecursionError):
         return ()
+
+
+def _columns(signature: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of a table's columns; none of another signature."""
+    try:
+        specs = json.loads(signature["inputs"])
+        are_tensors = any(spec["type"] == "tensor" for spec in specs)
+        return () if are_tensors else tuple(str(spec["name"]) for spec in specs)
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return ()
+
+
+def _notes(signature: Mapping[str, Any]) -> Iterator[str]:
+    if (params := signature.get("params")) not in (None, "[]"):
+        yield f"its signature has parameters, which the artifact has at their defaults: {params}"
 
 
 def _example(folder: Path, info: Mapping[str, Any]) -> Any:

@@ -89,6 +89,8 @@ class Description:
     """The program's file, where that lies in a folder with other things."""
     example: Any = None
     """A request that was saved beside it: numbers, or numbers by the name of an input."""
+    columns: tuple[str, ...] = ()
+    """Names of the values of a row, where it takes a table."""
     module: nn.Module | None = None
     """The whole model, where the file was trusted or needs no code of its own."""
 

@@ -37,13 +37,16 @@ class TextHandler(Lists, Classifier):
     compares two; also {"inputs": …} with one of these inside, and a list, which a list answers. The
     tokenizer's file is one of the `tokenizers` package, which the archive names among its
     requirements. `handler.text` of model-config.yaml: `tokenizer` (the file), `max_length` (more
-    tokens are cut off), `pad` (the token that fills rows).
+    tokens are cut off), `pad` (the token that fills rows), `max_batch_tokens`
+    (docs/embeddings.md).
     """
 
     formats: ClassVar[tuple[str, ...]] = ("json", "html", "npy")
     default_baseline: str = "pad"
     default_aggregate: ClassVar[str] = "sum"
-    section_keys: ClassVar[tuple[str, ...]] = ("tokenizer", "max_length", "pad")
+    section_keys: ClassVar[tuple[str, ...]] = (
+        "tokenizer", "max_length", "pad", "max_batch_tokens",
+    )  # fmt: skip
     """Keys of `handler.text`."""
     listed = "text"
     parts: ClassVar[tuple[str, ...]] = ("text", "text_pair")
@@ -128,6 +131,10 @@ class TextHandler(Lists, Classifier):
         self.texts = [self._each(at, self._read_texts, row) for at, row in enumerate(data)]
         self.owners = list(range(len(self.texts)))
         self.encodings = self.encode(self.texts)
+        return self.fill()
+
+    def fill(self) -> Inputs:
+        """Turn the encodings of the batch into ids (N, L), as `preprocess`."""
         low, high = self._lengths()
         longest = max([low, *map(len, self.encodings)])
         if "mask" not in self.roles and low != high:

@@ -6,7 +6,7 @@ import json
 import re
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,9 +14,10 @@ from modelyard.archiver import api
 from modelyard.archiver.cli import check_device, exit_codes
 from modelyard.archiver.errors import Differs, NothingCompared
 from modelyard.archiver.example import TOLERANCE
-from modelyard.archiver.signing import find_signer
 from modelyard.base.terminal import out, plain_table
-from modelyard.plugins.ops.diff import Difference, diff_archives
+
+if TYPE_CHECKING:
+    from modelyard.plugins.ops.diff import Difference
 
 diff_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -53,6 +54,10 @@ def diff(
     Exit codes: 0 all answers agree; 1 some differ, or an archive does not run; 2 wrong usage; 3
     no request was answered.
     """
+    # Here, for `--help` does not wait for what it does not use.
+    from modelyard.archiver.signing import find_signer
+    from modelyard.plugins.ops.diff import diff_archives
+
     if not tolerance >= 0:
         raise typer.BadParameter(f"{tolerance:g} is below 0", param_hint="--tolerance")
     check_device(device)

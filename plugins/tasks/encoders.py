@@ -100,11 +100,13 @@ class TextEncoder(Vectors, TextHandler):
     The model's first output is one vector per token (N, L, E), of which the mean over the text's
     own tokens is taken as sentence-transformers does, or the texts' vectors (N, E) themselves.
     `handler.text.normalize` of model-config.yaml: whether a vector is given the length 1; true
-    without it.
+    without it. `dimensions`: to how many numbers it may be cut (docs/embeddings.md).
     """
 
     label_dim: ClassVar[int | None] = None
-    section_keys: ClassVar[tuple[str, ...]] = (*TextHandler.section_keys, "normalize")
+    section_keys: ClassVar[tuple[str, ...]] = (
+        *TextHandler.section_keys, "normalize", "dimensions",
+    )  # fmt: skip
 
     def initialize(self, context: Context) -> None:
         """Load the archive and its tokenizer; errors as of `TextHandler`."""
@@ -113,11 +115,12 @@ class TextEncoder(Vectors, TextHandler):
 
     def postprocess(self, outputs: Output) -> list[list[float]]:
         """Turn vectors of tokens (N, L, E) or of texts (N, E) into a list of E numbers per text."""
-        vectors = outputs if isinstance(outputs, Tensor) else outputs[0]
-        vectors = vectors.float()
-        if vectors.dim() == 3:
-            vectors = self._mean(vectors)
-        return self.answer(vectors)
+        return self.answer(self.vectors(outputs))
+
+    def vectors(self, outputs: Output) -> Tensor:
+        """Return the texts' vectors (N, E), of any length, given those of tokens or of texts."""
+        vectors = (outputs if isinstance(outputs, Tensor) else outputs[0]).float()
+        return self._mean(vectors) if vectors.dim() == 3 else vectors
 
     def _mean(self, vectors: Tensor) -> Tensor:
         """Average (N, L, E) over each text's own tokens; what fills the rows does not count."""

@@ -22,7 +22,7 @@ from modelyard.plugins.torchserve.logs import Logs
 from modelyard.plugins.torchserve.settings import TorchServeSettings
 from modelyard.serve.control.sizing import count_gpus, this_machine
 from modelyard.serve.control.state import StateDir
-from modelyard.serve.errors import StartError
+from modelyard.serve.errors import StartError, without_secrets
 from modelyard.serve.settings import Settings
 
 logger = logging.getLogger("modelyard.plugins.torchserve.server")
@@ -124,7 +124,7 @@ def _describe(settings: Settings, own: TorchServeSettings) -> list[str]:
         settings=settings,
         own=own,
         keys={key: own.properties.get(key) or default for key, default in keys.items()},
-        models=",".join(settings.models),
+        models=",".join(map(without_secrets, settings.models)),
         workers=own.default_workers_per_model or machine.gpus or machine.cores,
         allowed_urls=list(own.allowed_urls),
         metrics_mode=own.metrics_mode.upper(),

@@ -432,7 +432,9 @@ def route_of(path: str, target: Target) -> str:
         if value in segments[at:]:
             at = segments.index(value, at)
             segments[at] = name
-        elif segments[at].startswith(f"{value}:"):  # KServe's /v1/models/digits:predict
+        elif segments[at:] and segments[at].startswith(
+            f"{value}:"
+        ):  # KServe's /v1/models/digits:predict
             segments[at] = name + segments[at].removeprefix(value)
     if len(target.path) > 2:
         segments[at + 1 :] = ["{path}"]

@@ -156,7 +156,7 @@ class Builder:
     ) -> ModelVersion:
         manifest, file, name = archive.manifest, archive.path.name, plan.load["name"]
         if is_url(spec.location) and not is_fetched:
-            file = spec.location  # by which the next start finds it in the cache
+            file = spec.shown  # by which the next start finds it in the cache
         handler = plan.load["handler"]
         predicting = plan
         if config.explain_workers:
@@ -200,7 +200,7 @@ class Builder:
             name=name,
             version=manifest.model_version,
             file=file,
-            url=spec.location if is_fetched else file,
+            url=spec.shown if is_fetched else file,
             digest=archive.digest,
             manifest=plan.load["manifest"],
             runtime=spec.options.runtime or manifest.runtime,

@@ -33,12 +33,14 @@ from modelyard.serve.control.store import parse_model_option
 from modelyard.serve.control.transfer import FetchAborted, Interrupted, Limits, Part, open_part
 from modelyard.serve.control.urls import Url, UrlRules, is_url, parse_url, split_digest
 from modelyard.serve.errors import (
+    NOT_KEPT,
     BadRequest,
     FetchFailed,
     FileExists,
     StorageFull,
     UrlRefused,
     is_disk_full,
+    without_secrets,
 )
 
 logger = logging.getLogger(__name__)
@@ -57,6 +59,11 @@ class Source:
     location: str
     digest: str | None
 
+    @property
+    def shown(self) -> str:
+        """Location as it is stored and shown."""
+        return without_secrets(self.location)
+
 
 def parse_source(text: str) -> Source:
     """Read what names an archive of a machine's store or cache.
@@ -73,7 +80,7 @@ def parse_source(text: str) -> Source:
         if is_url(location) and digest is None:
             raise UrlRefused(text, "an archive that is fetched needs #sha256=DIGEST behind its URL")
     except UrlRefused as error:
-        raise BadRequest(f"{text}: {error.reason}") from error
+        raise BadRequest(f"{without_secrets(text)}: {error.reason}") from error
     return Source(name, location, digest)
 
 
@@ -97,7 +104,7 @@ def fetch_archive(
         UrlRefused, FetchFailed, FileExists, StorageFull, ArchiveError.
     """
     text, digest = split_digest(location)
-    url = parse_url(text)
+    url, location = parse_url(text), without_secrets(location)
     rules.check(url)
     staged = name or secrets.token_hex(8)
     if name is None:
@@ -152,11 +159,17 @@ def place(
         with _held(cache / f"{source.digest}.lock"):
             if file.exists():
                 return file
+            if url.query == NOT_KEPT:
+                raise FetchFailed(
+                    source.location,
+                    f"{file} is gone, and the query that the URL had may be a secret, which is not "
+                    "kept; put that file back, or name the whole URL again",
+                )
             shutil.rmtree(cache / f"{STAGING}{file.name}", ignore_errors=True)  # of a killed one
             location = f"{source.location}#sha256={source.digest}"
             return fetch_archive(location, cache, rules, limits, name=file.name)
     except (FetchFailed, UrlRefused) as error:
-        raise BadRequest(f"cannot fetch {source.location}: {error.reason}") from error
+        raise BadRequest(f"cannot fetch {source.shown}: {error.reason}") from error
     except OSError as error:
         raise BadRequest(
             f"cannot use the folder {cache} for fetched archives: {error.strerror}; name another "
@@ -227,7 +240,7 @@ class _Download:
     ) -> None:
         self._url, self._file, self._digest = url, file, digest
         self._rules, self._limits = rules, limits
-        self._began = time.monotonic()
+        self._name, self._began = without_secrets(str(url)), time.monotonic()
         self._part = NOTHING
         """What came last; its version is empty where the file is to begin anew."""
 
@@ -269,7 +282,7 @@ class _Download:
                 left_s = limits.total_s - (time.monotonic() - self._began)
                 if failures >= limits.attempts or pause_s > left_s:
                     raise problem
-                logger.warning("%s: %s; again in %.1f s", self._url, problem, pause_s)
+                logger.warning("%s: %s; again in %.1f s", self._name, problem, pause_s)
                 time.sleep(pause_s)
 
     def _attempt(self, out: IO[bytes]) -> None:

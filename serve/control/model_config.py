@@ -16,7 +16,7 @@ from modelyard.base.nearest import did_you_mean
 from modelyard.serve.control.sizing import count_gpus
 from modelyard.serve.dataplane.lengths import CALL_BYTES
 from modelyard.serve.dataplane.worker import RunConfig
-from modelyard.serve.errors import BadModelConfig
+from modelyard.serve.errors import BadModelConfig, without_secrets
 from modelyard.serve.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -66,6 +66,11 @@ class ModelSpec:
     """Whether the next start serves it, as of a `ModelVersion`."""
     niceness: int = 0
     """Niceness of its workers."""
+
+    @property
+    def shown(self) -> str:
+        """Location as it is stored and shown."""
+        return without_secrets(self.location)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -125,7 +125,7 @@ class Lifecycle:
                 return await self._add(archive, is_fetched, spec, allocator, waits, saves)
         except BaseException as error:
             if isinstance(error, ArchiveError | ServeError):
-                self.registry.tell("not registered", spec.name or spec.location, "", str(error))
+                self.registry.tell("not registered", spec.name or spec.shown, "", str(error))
             if is_fetched:
                 file.unlink(missing_ok=True)
             if is_disk_full(error) and not isinstance(error, StorageFull):
@@ -144,7 +144,7 @@ class Lifecycle:
     ) -> ModelVersion:
         name, config, unproven = await asyncio.to_thread(admit, archive, spec, self.policy)
         if allocator and self.policy.is_strict:
-            allocator.claim(name, archive.manifest.model_version, spec.location)
+            allocator.claim(name, archive.manifest.model_version, spec.shown)
         share = allocator.allocate if allocator else partial(self._beside, name)
         size = await self.policy.size(spec, config, name, share)
         config = replace(config, threads=size.threads)
@@ -490,13 +490,13 @@ async def restore(lifecycle: Lifecycle, report: Report) -> list[str]:
 async def _start(
     lifecycle: Lifecycle, spec: ModelSpec, allocator: sizing.StartupAllocator, report: Report
 ) -> ModelVersion | None:
-    report(spec.name or spec.location, "loading")
+    report(spec.name or spec.shown, "loading")
     try:
         model = await lifecycle.add(spec, allocator, waits=lifecycle.policy.is_strict)
     except (ServeError, ArchiveError) as error:
         if lifecycle.policy.is_strict:
             raise
-        logger.error("Failed to load model: %s: %s", spec.location, error)
+        logger.error("Failed to load model: %s: %s", spec.shown, error)
         return None
     report(model.name, f"version {model.version}, {model.pool.ready_count} workers ready")
     return model

@@ -29,7 +29,7 @@ from urllib.parse import urlencode, urljoin
 from modelyard.archiver.untrusted.names import file_name_problem
 from modelyard.base.extras import what_is_missing
 from modelyard.serve.control.urls import STORES, Url, UrlRules, parse_url
-from modelyard.serve.errors import UrlRefused
+from modelyard.serve.errors import UrlRefused, without_secrets
 
 CHUNK_BYTES = 1 << 20
 PART_BYTES = 8 << 20
@@ -241,7 +241,8 @@ def _follow(url: Url, location: str) -> Url:
         raise UrlRefused(location, f"a redirection to it: {error}") from error
     if following.scheme not in ("http", "https"):
         what = "a file of this machine" if following.scheme == "file" else str(following)
-        raise UrlRefused(location, f"{url} redirects to {what}; expected http or https")
+        where = without_secrets(str(url))
+        raise UrlRefused(location, f"{where} redirects to {what}; expected http or https")
     return following
 
 

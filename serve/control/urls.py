@@ -168,7 +168,8 @@ def parse_url(text: str) -> Url:
     host = parts.netloc.lower()
     host = host[: -len(f":{port}")] if port is not None else host
     if not _HOST.fullmatch(host):
-        raise UrlRefused(text, f"expected a host name or address, got {host!r}")
+        seen = host.rpartition("@")[2]
+        raise UrlRefused(text, f"expected a host name or address, without a user, got {seen!r}")
     return Url(scheme, host, port if port is not None else PORTS[scheme], path, parts.query)
 
 

@@ -13,7 +13,7 @@ from modelyard.serve.dataplane import wire
 
 KIND = (
     wire.EXPLAIN | wire.ALONE | wire.DESCRIBE | wire.SHARES | wire.TENSORS | wire.STREAM
-    | wire.GOLDEN
+    | wire.GOLDEN | wire.TEXTS
 )  # fmt: skip
 """Flags that jobs of one batch share."""
 NEIGHBOURS = 128

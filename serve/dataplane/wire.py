@@ -96,6 +96,9 @@ STREAM = 512
 """What the handler streams is sent on (beside TENSORS), each chunk an answer of its own, behind the
 length of its JSON (u32). Without it all of them are one answer."""
 
+TEXTS = 2048
+"""The body is one text and what is wanted of it, in the form of the plug-in that reads it
+(`modelyard.texts`); the answer holds the model's own numbers."""
 GOLDEN = 1024
 """Nobody asked: the archive's golden requests are answered again. The reply is 200, or what is
 wrong."""

@@ -137,7 +137,7 @@ class Request:
             self.rows = [{"body": each} for each in instances]
             self._added["body"] = JSON
             return
-        if self._flags & wire.TENSORS:  # `handlers.infer` reads it
+        if self._flags & (wire.TENSORS | wire.TEXTS):  # the handler reads it
             self.row["body"] = body
             return
         if self._flags & wire.PARTS:

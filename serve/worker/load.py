@@ -16,6 +16,7 @@ import yaml
 
 from modelyard.archiver.alternatives import KEY, choose_artifact
 from modelyard.archiver.errors import ArchiveError
+from modelyard.base.plugins import registered
 from modelyard.handlers import BUILT_IN, Context
 from modelyard.handlers.entry_point import Entry, FoundHandler, find_handler
 from modelyard.handlers.errors import BadInput, LoadError
@@ -32,6 +33,10 @@ def _refuse_shares(data: Sequence[Any], context: Context) -> NoReturn:
 
 def _refuse_tensors(data: Sequence[Any], context: Context) -> NoReturn:
     raise BadInput("this handler takes no tensors by name")
+
+
+def _refuse_texts(data: Sequence[Any], context: Context) -> NoReturn:
+    raise BadInput("this model gives no vector or score of a text")
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,8 @@ class Service:
     """What answers requests of tensors by name."""
     infer_stream: Entry = _refuse_tensors
     """The same, which sends on what the handler streams."""
+    texts: Entry = _refuse_texts
+    """What answers texts with the model's own numbers; of a plug-in."""
     golden: Entry | None = None
     """What predicts without an envelope, where one is set: archives are made without."""
     replay: Callable[[], Answer] = lambda: Answer(200, {}, b"")
@@ -130,6 +137,7 @@ def load_service(message: dict[str, Any]) -> Service:
         handler.target if _is_ours(handler.target) else None,
         _tensor_entry(handler, enveloped),
         _tensor_entry(handler, enveloped, streams=True),
+        _text_entry(handler.target),
         golden,
     )
 
@@ -267,6 +275,19 @@ def _tensor_entry(
         return entries[0](data, context)
 
     return answer
+
+
+def _text_entry(target: Any) -> Entry:
+    """Return what answers texts with a model's own numbers, where its handler reads texts as ours.
+
+    Raises:
+        LoadError: the archive's settings for it are wrong.
+    """
+    makes = (
+        registered("texts").values() if _is_ours(target) and hasattr(target, "encodings") else ()
+    )
+    entries: list[Entry] = [entry.load()(target) for entry in makes]
+    return entries[0] if entries else _refuse_texts
 
 
 def _explain_entry(handler: FoundHandler, sealed: bool) -> Entry:

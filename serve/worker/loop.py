@@ -366,6 +366,8 @@ def _choose_entry(service: Service, flags: int) -> Entry:
         return service.shares
     if flags & wire.EXPLAIN:
         return service.explain
+    if flags & wire.TEXTS:
+        return service.texts
     if flags & wire.TENSORS:
         return service.infer_stream if flags & wire.STREAM else service.infer
     return service.predict

@@ -28,8 +28,9 @@ import sys
 from modelyard.exporter.hub import fetch
 from modelyard.exporter.errors import ExportError
 try:
-    folder, name = fetch(sys.argv[1], print)
-    print(folder.name, name, sorted(path.name for path in folder.rglob("*")))
+    with fetch(sys.argv[1], print) as found:
+        names = sorted(path.name for path in found.folder.rglob("*"))
+        print(found.folder.name, found.name, names, found.origin)
 except ExportError as error:
     print(error)
 """
@@ -104,13 +105,14 @@ def test_a_named_revision_is_a_commit_and_neither_pickles_nor_code_are_taken(
     tmp_path: Path,
 ) -> None:
     said, asked = fetched("hf://owner/name@main", FILES, tmp_path)
+    origin = {"location": f"hf://owner/name@{COMMIT}"}
     assert said.splitlines() == [
         f"hf://owner/name@main is commit {COMMIT}",
-        f"{COMMIT} name ['config.json', 'model.safetensors']",
+        f"{COMMIT} name ['config.json', 'model.safetensors'] {origin}",
     ]
     assert not [path for path in asked if path.endswith((".bin", ".py"))]
     said, _ = fetched(f"hf:/owner/name@{COMMIT}", FILES, tmp_path)
-    assert said.splitlines() == [f"{COMMIT} name ['config.json', 'model.safetensors']"]
+    assert said.splitlines() == [f"{COMMIT} name ['config.json', 'model.safetensors'] {origin}"]
 
 
 @pytest.mark.parametrize(

@@ -192,8 +192,8 @@ def test_nothing_is_left_of_a_model_that_came_and_went(tmp_path: Path) -> None:
         await asyncio.sleep(0.1)  # threads hold what they did last
         gc.collect()
         types = map(type, gc.get_objects())
-        of_types = (f"{each.__module__}.{each.__qualname__}" for each in types)
-        return Counter(each for each in of_types if each not in OF_ABC)
+        found = (f"{each.__module__}.{each.__qualname__}" for each in types)
+        return Counter(name for name in found if name not in OF_ABC)
 
     async def grown() -> Counter[str]:
         server = create_server(Policy(settings))

@@ -13,7 +13,7 @@ from modelyard.archiver.untrusted.names import check_name, check_version
 from modelyard.serve.control.fetch import Source, parse_source, place
 from modelyard.serve.control.store import find_archive, list_archives
 from modelyard.serve.control.urls import is_url
-from modelyard.serve.errors import BadRequest, StartError
+from modelyard.serve.errors import BadRequest, StartError, without_secrets
 
 
 class CellArchive(BaseModel):
@@ -56,7 +56,7 @@ def find_archives(models: Sequence[str], store: Path, cache: Path) -> list[CellA
         with open_archive(path) as archive:
             if source.digest not in (None, archive.digest):
                 raise RefusedArchive(
-                    f"{source.location}: its digest is {archive.digest}, expected {source.digest}; "
+                    f"{source.shown}: its digest is {archive.digest}, expected {source.digest}; "
                     "put that archive back, or name the digest of this one"
                 )
             name = source.name or archive.manifest.model_name or path.stem
@@ -65,8 +65,8 @@ def find_archives(models: Sequence[str], store: Path, cache: Path) -> list[CellA
         check_version(version)
         if (other := found.get((name, version))) is not None:
             raise BadRequest(
-                f"{other.location} and {source.location} both hold {name} {version}; leave one "
-                "out, name it NAME=FILE, or archive it again under another version"
+                f"{without_secrets(other.location)} and {source.shown} both hold {name} {version}; "
+                "leave one out, name it NAME=FILE, or archive it again under another version"
             )
         found[name, version] = CellArchive(
             name=name, version=version, location=source.location, digest=digest

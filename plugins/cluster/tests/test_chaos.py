@@ -53,7 +53,7 @@ class Server:
             writer.write(b"HTTP/1.1 %b\r\nContent-Length: %d\r\n\r\n%b" % (status, len(text), text))
 
 
-@pytest.mark.parametrize("rate", [0, 20], ids=["closed loop", "open loop"])
+@pytest.mark.parametrize("rate", [0, 4], ids=["closed loop", "open loop"])
 def test_each_request_is_in_one_count_and_says_what_it_met(rate: float) -> None:
     server = Server()
 
@@ -83,6 +83,8 @@ def test_each_request_is_in_one_count_and_says_what_it_met(rate: float) -> None:
         ("cell", 2_000_000, Account(sent=2, at_once=1, repeated=1), 0),
         ("proxy", 100, Account(sent=2, at_once=1, repeated=1), 0),
         ("proxy", 2_000_000, Account(sent=1, lost=1), 1),
+        ("hung-worker", 100, Account(sent=2, at_once=1, repeated=1), 0),
+        ("hung-worker", 100, Account(sent=1, lost=1), 1),
         ("cell", 2_000_000, Account(sent=1, repeated=1, met=Counter({WRONG: 1})), 1),
         ("silent", 100, Account(sent=1, at_once=1, slowest_s=5.1), 1),
         ("silent", 100, Account(sent=1, at_once=1, slowest_s=4.9), 0),

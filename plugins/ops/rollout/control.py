@@ -11,7 +11,7 @@ import logging
 import math
 import secrets
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -180,6 +180,7 @@ class Rollouts:
             ArchiveError, ServeError: the candidate cannot be served; nothing was changed.
         """
         parse_rule(plan.rule, plan.expect)
+        location, plan = plan.file, replace(plan, file=ModelSpec(plan.file).shown)
         async with self._locks[name]:
             live, before = self._registry.get(name), self._rollouts.get(name)
             if before is not None and before.record.is_active:
@@ -189,7 +190,7 @@ class Rollouts:
                 self._move(before, State.ABORTED, "another roll-out is started")
                 await self._remove(before)  # of the same version, most likely
             workers = max(1, math.ceil(plan.shadow * live.pool.least))
-            spec = ModelSpec(plan.file, name, workers, is_saved=False, niceness=SHADOWS_NICENESS)
+            spec = ModelSpec(location, name, workers, is_saved=False, niceness=SHADOWS_NICENESS)
             try:
                 candidate = await self._lifecycle.add(
                     spec, None, waits=True, check=lambda archive: check_fits(archive, live)

@@ -200,7 +200,7 @@ async def _try(lifecycle: Lifecycle, looked: Looked) -> None:
 
 def _look(policy: TorchServePolicy, spec: ModelSpec, rules: UrlRules, is_loaded: bool) -> Looked:
     if is_url(spec.location):
-        text = f"{spec.location} may be fetched; it was not looked at"
+        text = f"{spec.shown} may be fetched; it was not looked at"
         finding = Finding(WORKS, "load_models", text)
         try:
             rules.matching(parse_url(split_digest(spec.location)[0]))

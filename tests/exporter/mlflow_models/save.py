@@ -69,6 +69,35 @@ def _save(folder: Path, name: str, kind: str) -> None:
     (folder / f"{place.name}.json").write_text(json.dumps({**expected, "class": needs}))
 
 
+def _save_others(folder: Path) -> None:
+    """Save what is not a network of one input: of two, and of scikit-learn."""
+    import mlflow.sklearn
+    from sklearn.linear_model import LinearRegression, LogisticRegression
+
+    class Both(nn.Module):
+        def forward(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+            return left @ torch.ones(4, 2) + right
+
+    left, right = torch.from_numpy(FLOATS), torch.ones(3, 2)
+    shapes = ({0: "batch"}, {0: "batch"})
+    program = torch.onnx.export(
+        Both(), (left, right), dynamo=True, verbose=False, dynamic_shapes=shapes
+    )
+    given = {"left": left.numpy(), "right": right.numpy()}
+    signature = infer_signature(given, Both()(left, right).numpy())
+    common: dict[str, Any] = {"pip_requirements": ["torch"]}
+    place = folder / "onnx-both"
+    mlflow.onnx.save_model(program.model_proto, str(place), signature=signature, **common)
+    expected = {name: each.tolist() for name, each in given.items()}
+    known = {"input": expected, "answer": Both()(left, right).tolist(), "class": None}
+    place.with_suffix(".json").write_text(json.dumps(known))
+    for kind in (LogisticRegression, LinearRegression):
+        model = kind().fit(FLOATS, [0, 1, 1])
+        place = folder / f"sklearn-{kind.__name__}"
+        mlflow.sklearn.save_model(model, str(place), input_example=FLOATS, **common)
+        place.with_suffix(".json").write_text("{}")
+
+
 def main(folder: Path) -> None:
     folder.mkdir()
     kinds = {"pickle-example": list(MODELS), "onnx": ["mlp", "residual"]}
@@ -76,6 +105,9 @@ def main(folder: Path) -> None:
     kinds["pickle-table"] = ["mlp"]
     if IS_3:
         kinds |= {"example": list(MODELS), "tensor": ["mlp", "conv", "tokens", "attends"]}
+        kinds |= {"unsigned-example": ["mlp", "conv", "tokens"], "onnx-table": ["mlp"]}
+        kinds["onnx"] += ["conv", "tokens", "attends"]
+        _save_others(folder)
     else:
         kinds |= {"pickle-unsigned": ["mlp", "conv"]}
     for kind, names in kinds.items():

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -164,14 +165,27 @@ def test_haproxy_is_told_what_rays_file_cannot_say(tmp_path: Path) -> None:
         "    server R_ours-ef56 10.0.0.2:30000 check\n"
         "backend http-other\n    server R_other-ab12 127.0.0.1:30000 check\n"
     )
-    command = [str(HAPROXY), "-f", str(config)]
-    haproxy = {"CELLS_HAPROXY": "true", "MODELYARD_STATE_DIR": str(tmp_path)}
-    for _ in range(2):
-        subprocess.run(command, env={**os.environ, **haproxy}, check=True)
+    command = [str(HAPROXY), "-db", "-f", str(config)]
+    (binary := tmp_path / "haproxy").write_text(
+        '#!/bin/sh\nsleep 0.3\ncase $3 in\n*.large.cfg) : >"$(sed -n "s/.*bind unix@//p" "$3")" ;;'
+        '\n*) ls "${3%/*}" ;;\nesac\n'
+    )
+    binary.chmod(0o755)
+    haproxy = {"CELLS_HAPROXY": str(binary), "MODELYARD_STATE_DIR": str(tmp_path)}
+    (tmp_path / "large.999999999").touch()
+    first, _ = (
+        subprocess.run(
+            command, env={**os.environ, **haproxy}, check=True, text=True, stdout=subprocess.PIPE
+        ).stdout
+        for _ in range(2)
+    )
     text, large = config.read_text(), (tmp_path / "haproxy.large.cfg").read_text()
     assert text.startswith("defaults\n    option http-buffer-request\n    option srvtcpka\n")
     assert text.count("http-buffer-request") == text.count("use_backend large if") == 1
-    assert f"bind unix@{tmp_path}/haproxy.large.sock" in large and "use_backend large" not in large
+    (socket,) = re.findall(rf"server large unix@{tmp_path}/(large\.\d+) maxconn 128", text)
+    assert socket in first.split() and "large.999999999" not in first  # it listens before
+    assert f"bind unix@{tmp_path}/{socket}\n" in large and "use_backend large" not in large
+    assert "option dontlog-normal" in text
     assert "bind *:8000" in text and text.count("maxconn 128") == 1
     servers = re.findall(r"(?m)^    server R_\S+ (.*)$", text)
     assert servers == [
@@ -181,6 +195,18 @@ def test_haproxy_is_told_what_rays_file_cannot_say(tmp_path: Path) -> None:
         "127.0.0.1:30000 check tcp-ut 3s",
     ]
     assert text.count("    http-request set-header host localhost\n") == 1
+
+
+@pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="systemd is not installed")
+@pytest.mark.parametrize("wrong", ["", "Restrat=always", "Restart=sometimes"])
+def test_systemd_takes_the_unit_of_the_head(wrong: str, tmp_path: Path) -> None:
+    text = (REPO / "deploy" / "ray" / "ray-head.service").read_text()
+    text = text.replace("/opt/modelyard/bin/ray", sys.executable)
+    (unit := tmp_path / "ray-head.service").write_text(
+        text.replace("Restart=always", wrong or "Restart=always")
+    )
+    ran = subprocess.run(["systemd-analyze", "verify", unit], capture_output=True, text=True)
+    assert bool(ran.stderr) is bool(wrong), ran.stderr
 
 
 def test_the_example_for_a_cluster_is_a_plan(store: Path, tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""What files of SageMaker's users import of its toolkit, by Modelyard."""

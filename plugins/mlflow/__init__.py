@@ -1,0 +1,1 @@
+"""MLflow: models from its tracking server, its deployments, and its scoring protocol."""

@@ -1,0 +1,1 @@
+"""Callbacks that export a checkpoint when a trainer has saved it, of Lightning and transformers."""
