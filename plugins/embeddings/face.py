@@ -29,6 +29,8 @@ from modelyard.serve.http.connection import RequestResponseCycle
 WINDOW = 4
 """Batches of a request's texts that wait at once."""
 MODEL_PATH = "/tei/"
+HANDLERS = {protocol.handler for protocol in PATHS.values()}
+"""Handlers whose models these clients ask."""
 
 
 def find_protocol(path: str) -> tuple[Protocol, str | None] | None:
@@ -123,19 +125,22 @@ class Embeddings(Face):
             )
 
         def model_card(model: ModelVersion) -> dict[str, Any]:
+            if _handler(model) not in HANDLERS:
+                return {}
             created = int(model.started_at.timestamp())
             return {
                 "id": model.name, "object": "model", "created": created, "owned_by": "modelyard"
             }  # fmt: skip
 
-        @router.get("/v1/models", summary="Models, as OpenAI and KServe list them")
+        # Core describes these two, which KServe has; a model of texts has OpenAI's keys as well.
+        @router.get("/v1/models", include_in_schema=False)
         async def models() -> dict[str, Any]:
             """The names of all models."""
             found = {model.name: model for model in registry if registry.is_default(model)}
-            data = [model_card(model) for model in found.values()]
-            return {"object": "list", "data": data, "models": list(found)}
+            data = [card for model in found.values() if (card := model_card(model))]
+            return {"models": list(found), **({"object": "list", "data": data} if data else {})}
 
-        @router.get("/v1/models/{model}", summary="A model, as OpenAI and KServe describe it")
+        @router.get("/v1/models/{model}", include_in_schema=False)
         async def model(model: ModelName, response: Response) -> dict[str, Any]:
             """Return whether a worker of the default version is ready."""
             if ":" in model:  # no model has such a name

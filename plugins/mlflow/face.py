@@ -67,7 +67,7 @@ class Invocations(Face):
         """The probes; `/ping` is the server's own."""
         router = APIRouter(tags=["MLflow"])
 
-        @router.get("/health", summary="Health", responses={503: {"description": "Not ready."}})
+        @router.get("/health", include_in_schema=False)
         async def health() -> Response:
             """Predictions can be answered now."""
             is_ready = why_not_ready(self._front.registry, self._front.state) is None

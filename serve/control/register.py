@@ -332,10 +332,15 @@ class Lifecycle:
             CleanupTimedOut: its workers have not ended in time; it is not served any more.
         """
         async with self._lock(model.name):
-            with self.registry.change(model.name):
-                self.registry.remove(model)
-                if saves:
-                    await self._save_soon()
+            self._unlisted.update(model.pools)  # a stop meanwhile ends them too
+            try:
+                with self.registry.change(model.name):
+                    self.registry.remove(model)
+                    if saves:
+                        await self._save_soon()
+            except BaseException:
+                self._unlisted.difference_update(model.pools)
+                raise
             self.registry.announce(model, False)
             if model.is_downloaded and not any(m.file == model.file for m in self.registry):
                 (self._settings.model_store / model.file).unlink(missing_ok=True)

@@ -91,6 +91,11 @@ def with_server(folder: Path, then: Callable[[Asking], Awaitable[None]], **said:
     asyncio.run(run())
 
 
+OF_TEXTS = (
+    *("/v1/embeddings", "/v1/rerank", "/v2/rerank", "/embed", "/rerank", "/tokenize", "/info"),
+)
+
+
 def expected(api: str, path: str, whose: str | None, is_open: bool) -> str:
     """Return how a check ends: without a token, with one of an API, or with an unknown one."""
     if path in OPEN or (whose is None and is_open):
@@ -98,7 +103,8 @@ def expected(api: str, path: str, whose: str | None, is_open: bool) -> str:
     if whose is None or whose == "unknown":
         return UNKNOWN
     right = {"inference": right_of(path), "management": "manage", "metrics": "metrics"}[api]
-    if "sharedmemory" in path:  # who may not ask for answers has nothing to put there
+    # Who may not ask for answers has nothing to put there; texts are answered elsewhere too.
+    if "sharedmemory" in path or path in OF_TEXTS:
         right = "predict"
     own = "management" if right == "manage" else "inference"
     return IN if right is None or whose == own else UNFIT

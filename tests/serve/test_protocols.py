@@ -138,8 +138,7 @@ def test_each_instance_is_a_body_of_its_own(server: LiveServer) -> None:
 def test_models_of_kserve(server: LiveServer) -> None:
     assert server.client.get("/").json() == {"status": "alive"}
     assert {"numbers", "tensors"} <= set(server.client.get("/v1/models").json()["models"])
-    found = server.client.get("/v1/models/numbers").json()
-    assert (found["name"], found["ready"]) == ("numbers", True)
+    assert server.client.get("/v1/models/numbers").json() == {"name": "numbers", "ready": True}
     assert server.client.get("/v1/models/nothing").status_code == 404
     assert server.client.post("/v1/models/nothing:predict", json={}).status_code == 404
     for path in ("/v1/models/numbers:predict", "/v1/models/numbers:explain"):

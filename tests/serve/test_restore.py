@@ -275,6 +275,30 @@ def test_a_change_is_written_beside_the_loop_and_with_others_that_wait(
     asyncio.run(register())
 
 
+def test_a_stop_while_a_removal_is_written_ends_the_workers_of_that_model_too(
+    tmp_path: Path,
+) -> None:
+    file = build_archive(tmp_path, "echo").name
+    settings = load_settings({"state_dir": tmp_path, "model_store": tmp_path}, None, {})
+    policy = Gated(settings)
+
+    async def stop() -> None:
+        lifecycle = policy.begin()
+        policy.gate.set()
+        model = await lifecycle.register(file, workers=1)
+        policy.gate.clear()
+        removal = asyncio.create_task(lifecycle.unregister(model))
+        async with asyncio.timeout(20):
+            while len(lifecycle.registry):
+                await asyncio.sleep(0.005)
+        threading.Timer(0.2, policy.gate.set).start()
+        await lifecycle.stop(0)
+        assert not model.pool.ready_count
+        await asyncio.wait_for(removal, 20)
+
+    asyncio.run(stop())
+
+
 @pytest.mark.parametrize("content", ["", '{"models": [', '{"schema": 99, "models": []}', "\0" * 99])
 def test_a_damaged_state_is_kept_aside_and_the_one_before_it_restored(
     tmp_path: Path, content: str
