@@ -33,7 +33,7 @@ CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 BUILD_TYPE, BUILDER = "urn:modelyard:release:1", "urn:modelyard:scripts/release"
 LOCKS = ("requirements.lock", "requirements-server.lock", "requirements-torch.lock")
 SECTION = "## From a checkpoint to an answer"
-"""Of the README: the trip that is made with what was installed."""
+"""Section of the README whose commands are run with what was installed."""
 BUILD = """\
 import sys, setuptools.build_meta as backend
 folder = sys.argv[1]  # setuptools puts a command line of its own there

@@ -443,7 +443,7 @@ class Lifecycle:
             await asyncio.to_thread(self._prepare_save())
 
     def _save_again(self) -> None:
-        with contextlib.suppress(ServeError):
+        with contextlib.suppress(ServeError):  # whoever made the change has had the error already
             self.save()
 
 
