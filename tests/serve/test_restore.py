@@ -263,8 +263,9 @@ def test_a_change_is_written_beside_the_loop_and_with_others_that_wait(
         policy.gate.set()
         outcomes = await asyncio.gather(*tasks, return_exceptions=True)
         assert [isinstance(each, ServeError) for each in outcomes] == [fails > 0, *3 * [False]]
-        # The one of the others may hold what has failed, which is written again without it.
-        assert policy.begun == 2 + fails
+        # The one of the others may hold what has failed, which is written again without it; where
+        # that is first, the older one is left out.
+        assert policy.begun in (2, 2 + fails)
         assert [each.name for each in lifecycle.registry] == policy.saved() == saved
 
         late = lifecycle._prepare_save()
