@@ -4,7 +4,7 @@ It opens artifacts as a worker opens them and knows nothing of the model's Pytho
 serves all formats of an export: it starts while the first is written, and only ever holds one
 artifact and one case. It is asked
 
-    {"open": {"artifact": …, "format": …, "device": …, "trusted": […]}}
+    {"open": {"artifact": …, "format": …, "device": …, "trusted": […], "tf32": false}}
     {"case": text}      whose inputs lie in FOLDER/case.pt, and the outputs then in FOLDER/answer.pt
 
 and answers {} or {"error": …}. Both files are read with weights_only.
@@ -43,7 +43,14 @@ class Checker:
     def __exit__(self, *_: object) -> None:
         self._child.close()
 
-    def open(self, artifact: Path, format: str, device: str, trusted: Sequence[str] = ()) -> None:
+    def open(
+        self,
+        artifact: Path,
+        format: str,
+        device: str,
+        trusted: Sequence[str] = (),
+        tf32: bool = False,
+    ) -> None:
         """Load an artifact in the place of the one before.
 
         Args:
@@ -51,12 +58,13 @@ class Checker:
             format: format as in `modelyard.handlers.models.backends`.
             device: where it is to run.
             trusted: operators that a program may call beside those of the list.
+            tf32: what `set_precision` takes.
 
         Raises:
             ParityError: it does not load; as for `run`, the message names no format.
         """
         task = {"artifact": str(artifact.absolute()), "format": format, "device": device}
-        self._ask({"open": {**task, "trusted": trusted}})
+        self._ask({"open": {**task, "trusted": trusted, "tf32": tf32}})
 
     def run(self, case: str, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return what the artifact gives.
@@ -96,9 +104,8 @@ class _OpenArtifact:
         try:
             if (task := question.get("open")) is not None:
                 self._artifact = None  # before the next is there: memory holds one
-                self._artifact = open_artifact(
-                    Path(task["artifact"]), task["format"], task["device"], trusted=task["trusted"]
-                )
+                path = Path(task.pop("artifact"))
+                self._artifact = open_artifact(path, **task)
             else:
                 assert self._artifact is not None
                 inputs = torch.load(self._folder / _CASE, weights_only=True)
