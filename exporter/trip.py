@@ -240,6 +240,7 @@ def _batching(reference: Reference, checker: Checker, parity: Parity) -> Batchin
     return reference.rows.find(
         lambda inputs: checker.run("a batch of other rows", inputs),
         parity.tolerance if reference.is_lowered else 0.0,
+        checker.find_sizes,
     )
 
 

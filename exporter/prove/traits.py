@@ -4,6 +4,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -12,6 +14,13 @@ from modelyard.archiver.signature import Batching, Dim, Signature
 from modelyard.base.scale import Scale
 from modelyard.exporter.errors import ExportError, ModelError
 from modelyard.exporter.inputs.samples import why_no_rows
+from modelyard.handlers.models.invariant import (
+    OWN_ROWS,
+    STRANGERS,
+    candidates,
+    enlarged,
+    find_sizes,
+)
 from modelyard.handlers.proof.agree import Rule, allowance, compare
 from modelyard.handlers.proof.bounds import Bounds
 
@@ -34,6 +43,8 @@ _FEW_DRAWS = (
 )
 # Of all draws together, for each artifact; a core takes about a second.
 _BUDGET_GFLOP = 20.0
+_MOST_GFLOP = 100.0
+"""Of all batches in which bits are compared, where that is more."""
 _TOO_FEW = "no two rows of the samples could change places, so whether rows mix is unknown"
 # As the tolerance of float32: a kernel may add in another order for another batch size.
 _ROW_TOLERANCE = 1e-4
@@ -97,13 +108,19 @@ class Rows:
     are_chosen: bool
     """Whether the outputs are those that were asked for: else others may do."""
 
-    def find(self, run: Callable[[Tensors], Tensors], tolerance: float = 0.0) -> Batching:
+    def find(
+        self,
+        run: Callable[[Tensors], Tensors],
+        tolerance: float = 0.0,
+        find_alike: Callable[..., Sequence[int]] | None = None,
+    ) -> Batching:
         """Find whether requests may share a batch: compare rows alone, and beside all sorts.
 
         Args:
             run: what is served; raises an `ExportError` where it fails.
             tolerance: largest scaled difference that its precision explains, if that is more than
                 float32's.
+            find_alike: `find_sizes` behind its `run`, where that is elsewhere.
         """
         signature, batch = self.signature, self.signature.batch
         if not isinstance(batch, Dim):
@@ -112,16 +129,34 @@ class Rows:
         reasons = [reason for spec in signature.inputs if (reason := why_no_rows(spec, batch))]
         if reasons:
             return Batching(False, reasons[0])
-        mixed = _shapes_apart(signature, batch)
+        mixed, apart = _shapes_apart(signature, batch), 0.0
         if not mixed and self.batches is None:
             return Batching(False, _TOO_FEW)
         if not mixed and self.batches is not None:
-            mixed = self._mixed(run, batch, self.batches, max(_ROW_TOLERANCE, tolerance))
-        if mixed:
+            mixed, apart = self._mixed(run, batch, self.batches, max(_ROW_TOLERANCE, tolerance))
+        if mixed or self.batches is None:
             others = [spec.name for spec in signature.outputs if spec.name not in mixed]
             keep = "" if self.are_chosen else "".join(f" --output {name}" for name in others)
             return Batching(False, next(iter(mixed.values())) + (f"; try{keep}" if keep else ""))
-        return Batching(True, "a row gives the same alone and beside any other rows")
+        sizes = self._sizes(find_alike or partial(find_sizes, run), batch, self.batches)
+        return Batching(True, "a row gives the same alone and beside any other rows", sizes, apart)
+
+    def _sizes(
+        self, find: Callable[..., Sequence[int]], batch: Dim, batches: Callable[[int, int], Tensors]
+    ) -> tuple[int, ...]:
+        """Return the sizes at which a row keeps its bits, of as many as arithmetic allows."""
+        count, strangers, sizes = OWN_ROWS, STRANGERS, candidates(batch, batch.max)
+        if self.gflop * (OWN_ROWS + len(STRANGERS)) * 2 * sum(sizes) > _BUDGET_GFLOP:
+            count, strangers = 2, STRANGERS[-1:]
+            sizes = [size for size in sizes if size & (size - 1) == 0]
+        rows = [size * (count + 2) + max(size, 4) * len(strangers) for size in sizes]
+        most = sum(self.gflop * each <= _MOST_GFLOP for each in accumulate(rows))
+        own = tuple(tensor[:count] for tensor in batches(max(count, batch.min), 0))
+        others = batches(batch.max, 1)
+        beside = [enlarged(self.signature.inputs, others, each) for each in strangers]
+        with suppress(ExportError):
+            return tuple(find(own, beside, sizes[:most]))
+        return ()
 
     def _mixed(
         self,
@@ -129,8 +164,8 @@ class Rows:
         batch: Dim,
         batches: Callable[[int, int], Tensors],
         tolerance: float,
-    ) -> dict[str, str]:
-        """Return the outputs whose rows change, and why."""
+    ) -> tuple[dict[str, str], float]:
+        """Return the outputs whose rows change, and why; else how far others move a row."""
         why = (
             f"; batch-norm uses the statistics of its batch{self.batch_norm[0]}"
             if self.batch_norm
@@ -145,13 +180,14 @@ class Rows:
         if batch.min == 1:
             expected = [run(tuple(t[row : row + 1] for t in mine)) for row in range(count)]
         mixed: dict[str, str] = {}
+        furthest = 0.0
         for number, (how, factors, is_small) in enumerate(draws):
             size = min(largest, small) if is_small else largest
             places = _places(size, max(1, min(count, size // 2)), number)
             if is_small:
                 others = tuple(own[torch.arange(size) % min(count, 2)] for own in mine)
             else:
-                others = self._strangers(batches(size, number + 1), factors)
+                others = enlarged(self.signature.inputs, batches(size, number + 1), factors)
             inputs = tuple(
                 other.index_copy(0, torch.tensor(places), own[: len(places)])
                 for other, own in zip(others, mine, strict=True)
@@ -168,6 +204,7 @@ class Rows:
                     differ = compare(wanted[place], got[place], scale=self.scales[place])
                     apart = float(differ["scaled"])
                     if apart <= tolerance or apart <= self._allowed(place, tolerance):
+                        furthest = max(furthest, apart)
                         continue
                     amount = f"by {apart:.1e}" if apart < math.inf else "its shape or becomes NaN"
                     mixed.setdefault(
@@ -176,21 +213,12 @@ class Rows:
                         f"{how}{why}",
                     )
             if mixed:
-                return mixed
-        return mixed
+                break
+        return mixed, furthest
 
     def _allowed(self, place: int, tolerance: float) -> float:
         """Return what an output of the checkpoint's may move that no two libraries agree on."""
         return allowance(Rule(tolerance), "random", self.sensitivity()[place]) or 0.0
-
-    def _strangers(self, rows: Tensors, factors: Sequence[float]) -> Tensors:
-        """Return rows whose floats are as many times as large, one factor after the other."""
-        return tuple(
-            tensor * _along(torch.tensor(factors).repeat(len(tensor))[: len(tensor)], tensor)
-            if spec.is_float and spec.values is None
-            else tensor
-            for spec, tensor in zip(self.signature.inputs, rows, strict=True)
-        )
 
 
 def _shapes_apart(signature: Signature, batch: Dim) -> dict[str, str]:
@@ -212,8 +240,3 @@ def _places(size: int, count: int, number: int) -> list[int]:
         return torch.linspace(0, size - 1, count).long().tolist() if count > 1 else [size - 1]
     generator = torch.Generator().manual_seed(number)
     return torch.randperm(size, generator=generator)[:count].tolist()
-
-
-def _along(factors: Tensor, tensor: Tensor) -> Tensor:
-    """Return a factor for each row, in the dtype and rank of a tensor."""
-    return factors.to(tensor.dtype).reshape(-1, *[1] * (tensor.ndim - 1))
