@@ -154,7 +154,13 @@ class Batching:
     sizes: tuple[int, ...] = ()
     """Sizes of batches at which a row gives the same bits, at every place and beside all others."""
     apart: float = 0.0
-    """Largest scaled difference that others made at any size that was tried."""
+    """Largest scaled difference that others made, where it was not refused."""
+
+    def __str__(self) -> str:
+        if not self.batchable:
+            return f"one request at a time: {self.reason}"
+        sizes = ", ".join(map(str, self.sizes)) or "no size"
+        return f"a row keeps its bits in batches of {sizes}; others move it by {self.apart:.1e}"
 
     def to_json(self) -> dict[str, Any]:
         """Return the form that reports and manifests hold."""
