@@ -45,7 +45,7 @@ class Rebuilder:
 
     def __init__(self) -> None:
         self._sparse: list[Tensor] = []
-        self._calls = {
+        self._calls: dict[str, Callable[..., Any]] = {
             **_CALLS,
             **dict.fromkeys(_FROM_TYPE, self._rebuild_from_type),
             _SPARSE: self._rebuild_sparse,
