@@ -49,6 +49,7 @@ OPTIONAL = {
     "soxr": "for handlers of sounds",
 }
 PROBE_S = 180.0
+LEAST_FILES = 4096
 """Descriptors: one per connection, three per worker."""
 LEAST_MEMORY_BYTES = 1 << 30
 LEAST_SHM_BYTES = 64 << 20
