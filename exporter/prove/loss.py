@@ -130,8 +130,7 @@ def _by_place(tensor: Tensor) -> _Numbers:
     if values.ndim > 3:
         values = values.movedim(1, -1)
     places = values.shape[-1] if values.ndim > 1 and values.shape[-1] <= _MOST_PLACES else 1
-    numbers: _Numbers = values.reshape(-1, places).numpy()
-    return numbers
+    return values.reshape(-1, places).numpy()
 
 
 def _joined(seen: Iterable[Sequence[_Numbers]]) -> tuple[_Numbers, ...]:

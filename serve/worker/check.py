@@ -165,8 +165,7 @@ def _replay(
 def _read_expected(example: dict[str, Any]) -> dict[str, Any] | None:
     """Return what is expected; None where the archiver has not been told."""
     name = example["expected"]
-    expected: dict[str, Any] | None = None if name is None else json.loads(Path(name).read_bytes())
-    return expected
+    return None if name is None else json.loads(Path(name).read_bytes())
 
 
 def _cover(
