@@ -51,9 +51,7 @@ class Difference:
     def differing(self) -> tuple[Compared, ...]:
         """Requests with another first label, or answers further apart than the tolerance."""
         return tuple(
-            each
-            for each in self.requests
-            if each.relabelled or not each.scaled <= self.tolerance
+            each for each in self.requests if each.relabelled or not each.scaled <= self.tolerance
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -68,9 +68,7 @@ def test_wrongs_are_caught_and_harmless_changes_pass(folder: Path) -> None:
     assert ran.returncode == 1, ran.stderr
     found = json.loads(ran.stdout)
     differing = {
-        each["request"].removesuffix(".txt")
-        for each in found["requests"]
-        if each["differs"]
+        each["request"].removesuffix(".txt") for each in found["requests"] if each["differs"]
     }
     wrong = {*WRONGS, "ranked otherwise", "tie"}
     assert (wrong - differing, differing - wrong) == (set(), set()), "misses, false alarms"
