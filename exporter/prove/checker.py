@@ -47,28 +47,20 @@ class Checker:
     def __exit__(self, *_: object) -> None:
         self._child.close()
 
-    def open(
-        self,
-        artifact: Path,
-        format: str,
-        device: str,
-        trusted: Sequence[str] = (),
-        tf32: bool = False,
-    ) -> None:
+    def open(self, artifact: Path, format: str, device: str, **options: Any) -> None:
         """Load an artifact in the place of the one before.
 
         Args:
             artifact: the file, complete and closed.
             format: format as in `modelyard.handlers.models.backends`.
             device: where it is to run.
-            trusted: operators that a program may call beside those of the list.
-            tf32: what `set_precision` takes.
+            options: `trusted` and `tf32` of `open_artifact`.
 
         Raises:
             ParityError: it does not load; as for `run`, the message names no format.
         """
         task = {"artifact": str(artifact.absolute()), "format": format, "device": device}
-        self._ask({"open": {**task, "trusted": trusted, "tf32": tf32}})
+        self._ask({"open": {**task, **options}})
 
     def run(self, case: str, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return what the artifact gives.

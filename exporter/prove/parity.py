@@ -271,7 +271,7 @@ def check(
     losses = _Losses(reference) if is_quantized or reference.is_lowered else None
 
     def open_artifact() -> None:
-        checker.open(artifact, format, device, trusted, tf32)
+        checker.open(artifact, format, device, trusted=trusted, tf32=tf32)
 
     try:
         open_artifact()

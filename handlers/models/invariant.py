@@ -74,7 +74,7 @@ def _bits(
 ) -> tuple[bytes, ...]:
     """Return the bits of each own row in batches of a size; nothing where they are not the same."""
     found: dict[int, bytes] = {}
-    for inputs, rows in _batches(own, others, size):
+    for inputs, rows in mixes(own, others, size):
         try:
             outputs = run(inputs)
         # Each format's library fails in its own ways: at this size nothing is promised.
@@ -88,12 +88,13 @@ def _bits(
     return tuple(found[row] for row in range(len(own[0])))
 
 
-def _batches(
+def mixes(
     own: Tensors, others: Sequence[Tensors], size: int
 ) -> Iterator[tuple[Tensors, list[tuple[int, int]]]]:
     """Yield batches, and the places of own rows: each everywhere, copies, then among strangers."""
     count, line = len(own[0]), torch.arange(size)
-    for at in (*((line + first) % count for first in range(count)), 0 * line, 0 * line + 1):
+    copies = (0 * line + row for row in range(2 if count > 2 else 0))
+    for at in (*((line + first) % count for first in range(count)), *copies):
         yield tuple(tensor[at] for tensor in own), list(enumerate(at.tolist()))
     generator = torch.Generator().manual_seed(size)
     together = max(1, size // 2)

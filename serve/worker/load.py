@@ -116,7 +116,8 @@ def load_service(message: dict[str, Any]) -> Service:
         raise
     _check_settings(handler.target)
     steps = handler.target if isinstance(handler.target, Steps) else None
-    if config.get(BATCH_INVARIANT) and (steps or not _keeps_bits(handler.target)):
+    keeps_bits = not steps and hasattr(getattr(handler.target, "model", None), "sizes")
+    if config.get(BATCH_INVARIANT) and not keeps_bits:
         raise LoadError(
             f"{BATCH_INVARIANT} in model-config.yaml: only handlers whose requests go through an "
             "artifact together promise that; leave it out"
@@ -228,11 +229,6 @@ def _is_ours(target: object) -> bool:
     """Return whether a handler inherits from ours."""
     base = sys.modules.get("modelyard.handlers.base")  # imported by whoever does
     return base is not None and isinstance(target, base.BaseHandler)
-
-
-def _keeps_bits(target: object) -> bool:
-    """Return whether a handler's model is one of `handlers.models.invariant`."""
-    return hasattr(getattr(target, "model", None), "sizes")
 
 
 def _is_built_in(target: object) -> bool:
