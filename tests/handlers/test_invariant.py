@@ -24,6 +24,9 @@ from modelyard.handlers.models.invariant import (
     Invariant,
     candidates,
 )
+from modelyard.handlers.tasks.text_handler import TextHandler
+from modelyard.serve.worker.load import load_service
+from tests.handlers.test_text_handler import tokenizer_json
 
 BATCH = Dim("batch", 1, 8)
 SPEC = TensorSpec("x", "float32", (BATCH, 6))
@@ -171,12 +174,12 @@ class Mixing(nn.Module):
         return y - y.mean(0)
 
 
-def exported(folder: Path, name: str) -> Path:
+def exported(folder: Path, name: str, inputs: Sequence[str] = ("x:float32[batch,6]",)) -> Path:
     torch.manual_seed(0)
-    model = {"Planted": Planted, "Mixing": Mixing}[name]()
+    model = {"Planted": Planted, "Mixing": Mixing, "Texts": Texts}[name]()
     torch.save(model.state_dict(), folder / "weights.pt")
     (report,) = export(
-        folder / "weights.pt", f"{__file__}:{name}", ["x:float32[batch,6]"],
+        folder / "weights.pt", f"{__file__}:{name}", inputs,
         formats=("torchscript",), name="artifact", output_dir=folder,
     )  # fmt: skip
     return report.artifact
@@ -234,6 +237,53 @@ def test_a_report_of_an_older_version_promises_nothing(
     (tmp_path / report.name).write_text(json.dumps(content))
     with pytest.raises(LoadError, match=r"invariant\.sizes.*a list of whole numbers from 1"):
         load(artifact)
+
+
+class Texts(nn.Module):
+    """Means of the embeddings of what the mask lets through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(40, 33)
+        self.layer = nn.Linear(33, 3)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        mask = attention_mask.unsqueeze(-1).float()
+        return self.layer((self.table(input_ids) * mask).sum(1) / mask.sum(1))
+
+
+def test_texts_of_any_length_keep_their_bits(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(tokenizer_json())
+    inputs = ["input_ids:int64[batch,length=1..12]=0..39", "attention_mask:int64[batch,length]"]
+    handler = load(exported(tmp_path, "Texts", inputs), TextHandler)
+    assert isinstance(handler, TextHandler)
+    assert isinstance(handler.model, Invariant)
+    words = ["a", "good film", "a bad film and a good film and a bad one", "good good good"]
+
+    def answers(*texts: str) -> list[Any]:
+        handler.context.reset([""] * len(texts))
+        return handler.handle([{"body": text} for text in texts], handler.context)
+
+    alone = [answers(text)[0] for text in words]
+    chosen = random.Random(0)
+    for _ in range(40):
+        places = [chosen.randrange(len(words)) for _ in range(chosen.randint(1, 8))]
+        assert answers(*(words[at] for at in places)) == [alone[at] for at in places]
+    assert [tensor.shape for tensor in handler.preprocess([{"body": "a"}])] == [(1, 12), (1, 12)]
+
+
+def test_a_handler_that_runs_no_artifact_of_ours_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "plain_rows.py").write_text("def handle(data, context):\n    return data\n")
+    (tmp_path / "model-config.yaml").write_text("batchInvariant: true\n")
+    message = {"folder": tmp_path, "config_file": "model-config.yaml", "manifest": None,
+               "device": "cpu", "worker": 1, "name": "m", "batch_size": 8,
+               "handler": "plain_rows.py"}  # fmt: skip
+    with pytest.raises(LoadError, match="only handlers whose requests go through an artifact"):
+        load_service(message)
 
 
 @pytest.mark.parametrize("format", ["pt2", "onnx", "torchscript"])
