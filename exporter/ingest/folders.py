@@ -235,12 +235,13 @@ def _distributed(folder: Path, announce: Announce | None) -> ParsedCheckpoint:
     """Read a DCP folder; with `meta.pt` it is a sharded checkpoint of Lightning."""
     index = dcp.read_index(folder)
     content: dict[str, Any] = {}
+    optimizers: set[str] = set()
     wanted: set[str] = set()
     values: dict[str, Any] = {}
     for item in index.items.values():
-        if _is_of_optimizer(item):
-            continue
-        if item.dtype is not None:
+        if (optimizer := _optimizer(item)) is not None:
+            optimizers.add(optimizer)
+        elif item.dtype is not None:
             _put(content, item.path, dcp.read_tensor(index, item))
         elif (file := dcp.read_value(index, item)) is not None:
             wanted |= file.wanted
@@ -263,7 +264,7 @@ def _distributed(folder: Path, announce: Announce | None) -> ParsedCheckpoint:
         paths=index.paths,
         writer="torch.distributed.checkpoint",
         writer_version=index.version,
-        training=training,
+        training={**training, **({"optimizers": sorted(optimizers)} if optimizers else {})},
         refused=refused,
         notes=danger_notes(refused),
     )
@@ -271,9 +272,11 @@ def _distributed(folder: Path, announce: Announce | None) -> ParsedCheckpoint:
     return _with_meta(parsed, meta) if meta.is_file() else parsed
 
 
-def _is_of_optimizer(item: dcp.Item) -> bool:
-    parts = item.path if len(item.path) > 1 else item.name.split(".")
-    return any(part.startswith("optim") for part in parts)
+def _optimizer(item: dcp.Item) -> str | None:
+    """Return the path of the optimizer that an item is of; None of any other."""
+    parts = item.path if len(item.path) > 1 else tuple(item.name.split("."))
+    place = next((at for at, part in enumerate(parts) if part.startswith("optim")), None)
+    return None if place is None else ".".join(parts[: place + 1])
 
 
 def _put(content: dict[str, Any], path: Sequence[str], tensor: Tensor) -> None:

@@ -4,7 +4,7 @@ Decided by keys, in the order of `kinds.yaml`; the first rule that applies wins.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sized
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from modelyard.exporter.tables import read_table
 _MAX_DEPTH = 4
 _MAX_VISITS = 2_000_000
 
+_MAX_DICTS = 10_000
 _TABLES = read_table(__package__, "kinds")
 
 
@@ -273,7 +274,7 @@ def _named(value: Any) -> str:
 
 
 def find_training(root: Any, allowed: frozenset[str]) -> dict[str, Any]:
-    """Return how far the run was: epochs, steps, metrics."""
+    """List counters, optimizers, schedulers, random states and callbacks; JSON types only."""
     content = as_mapping(root) or {}
     found: dict[str, Any] = {}
     for place in _TABLES["places"]:
@@ -284,4 +285,50 @@ def find_training(root: Any, allowed: frozenset[str]) -> dict[str, Any]:
                 value = value.item()
             if isinstance(value, int | float) and not isinstance(value, bool):
                 found.setdefault(name, value)
+    callbacks = as_mapping(content.get("callbacks")) or {}
+    states = {
+        "optimizers": _optimizers(content),
+        "schedulers": _state_like(content, ("last_epoch", "_step_count")),
+        "grad scalers": _state_like(content, ("scale", "growth_factor")),
+        "random states": [key for key in content if "rng" in key or key.startswith("random_state")],
+        "callbacks": [str(getattr(key, "dotted", key)) for key in callbacks],
+    }
+    return found | {name: state for name, state in states.items() if state}
+
+
+def _optimizers(content: Mapping[str, Any]) -> list[str]:
+    found = []
+    for path, value in _dicts(content):
+        if is_optimizer(value):
+            groups, state = value["param_groups"], value["state"]
+            groups = _counted(groups if isinstance(groups, list) else (), "parameter group")
+            found.append(
+                f"{path}: {groups}, state of "
+                f"{_counted(state if isinstance(state, Mapping) else (), 'tensor')}"
+            )
+    return found
+
+
+def _counted(values: Sized, noun: str) -> str:
+    return f"{len(values)} {noun}{'' if len(values) == 1 else 's'}"
+
+
+def _state_like(content: Mapping[str, Any], keys: tuple[str, ...]) -> list[str]:
+    return [path for path, value in _dicts(content) if all(key in value for key in keys)]
+
+
+def _dicts(content: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    """List the dicts one and two levels down, where trainers keep such state."""
+    found: list[tuple[str, Mapping[str, Any]]] = []
+    for key, value in content.items():
+        inner: Any = dict(enumerate(value[:20])) if isinstance(value, list) else value
+        mapping = as_mapping(inner)
+        if mapping is None or len(found) > _MAX_DICTS:
+            continue
+        if not isinstance(value, list):
+            found.append((key, mapping))
+        for name, item in mapping.items():
+            deeper = as_mapping(item)
+            if deeper is not None and not isinstance(item, Tensor):
+                found.append((f"{key}.{name}", deeper))
     return found

@@ -71,7 +71,7 @@ class Description:
     hyper_parameters_name: str | None = None
     """The way in which the class takes them: `kwargs`, the name of one argument, or None."""
     training: Mapping[str, Any] = field(default_factory=dict)
-    """What is known of the run: epoch, steps, metrics …"""
+    """What is known of the run: epoch, steps, optimizers, schedulers, callbacks …"""
     refused: tuple[str, ...] = ()
     """Names that the file wanted imported and that are on no allow-list; none was."""
     imports: tuple[str, ...] = ()

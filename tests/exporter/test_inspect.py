@@ -88,6 +88,7 @@ def test_weights_training_and_hyper_parameters_are_listed(loop: Path) -> None:
     }
     assert found["hyper_parameters"] == {"width": 3, "[red]rate": 0.5}
     assert found["training"]["epoch"] == 4
+    assert "optimizer: 1 parameter group" in found["training"]["optimizers"][0]
 
 
 def test_other_weights_are_listed_when_asked_for(loop: Path) -> None:

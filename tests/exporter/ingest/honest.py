@@ -314,7 +314,7 @@ def _timm(folder: Path) -> Honest:
         "timm checkpoint",
         "profile stdlib-inert",
         {"model": "net_tiny", "num_classes": 7},
-        {"epoch": 3, "metric": 71.5},
+        {"epoch": 3, "metric": 71.5, "grad scalers": ["amp_scaler"]},
     )
 
 
@@ -762,7 +762,7 @@ def _dcp(folder: Path) -> Honest:
         net.state_dict(),
         "distributed checkpoint (DCP)",
         "dcp",
-        training={"step": 12},
+        training={"step": 12, "optimizers": ["optimizer"]},
     )
 
 
@@ -791,6 +791,7 @@ def _dcp_app(folder: Path) -> Honest:
         net.state_dict(),
         "distributed checkpoint (DCP)",
         "dcp",
+        training={"optimizers": ["app.optim"]},
     )
 
 
