@@ -1,4 +1,4 @@
-"""The commands `modelyard token new | remove`, which keep tokens that stay."""
+"""The commands `modelyard token new | list | remove`, which keep tokens that stay."""
 
 import secrets
 import sys
@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from modelyard.base.terminal import err, out
+from modelyard.base.terminal import err, out, plain_table
 from modelyard.serve.cli import JsonOption, known_errors
 from modelyard.serve.control.state import write_file
 from modelyard.serve.errors import StartError, WrongUsage
@@ -70,6 +70,37 @@ def new(
     err.print(f"{what}: {escape(line)}")
 
 
+@token_app.command("list")
+def list_tokens(file: TokenFileArgument, json_output: JsonOption = False) -> None:
+    """Show the tokens of a file: names, rights, the first digits of the hash.
+
+    Example: modelyard token list tokens.txt
+    """
+    with known_errors():
+        grants = read_token_file(file)
+    if json_output:
+        out.print_json(
+            data=[
+                {
+                    "name": g.name,
+                    "rights": sorted(g.rights),
+                    "sha256": g.digest.hex(),
+                    "rate": g.rate or None,
+                    "concurrent": g.at_once or None,
+                }
+                for g in grants
+            ]
+        )
+        return
+    table = plain_table(("name", "left"), ("rights", "left"), ("sha256", "left"),
+                        ("a second", "right"), ("at once", "right"))  # fmt: skip
+    for grant in grants:
+        rate, at_once = f"{grant.rate:g}" if grant.rate else "", str(grant.at_once or "")
+        digest = f"{grant.digest.hex()[:12]}…"
+        table.add_row(grant.name, " ".join(sorted(grant.rights)), digest, rate, at_once)
+    out.print(table)
+
+
 @token_app.command()
 def remove(
     name: NameArgument,
@@ -85,7 +116,9 @@ def remove(
     with known_errors():
         count = sum(grant.name == name for grant in read_token_file(file))
         if not count:
-            raise StartError(f"{file} has no token {name!r}; its lines begin with the names it has")
+            raise StartError(
+                f"{file} has no token {name!r}; `modelyard token list {file}` shows them"
+            )
         removed = count - keep_last
 
         def without(lines: list[str]) -> list[str]:

@@ -276,6 +276,9 @@ def test_the_command_prints_a_token_once_and_keeps_its_hash(
     made = [make_grant("app", "predict,explain", first), make_grant("app", "predict", second)]
     assert read_token_file(file) == (*made, make_grant("graph", "metrics", KEY))
     assert not any(token in file.read_text() for token in (first, second, KEY))
+    assert command("list", file, "--json") == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert [each["name"] for each in shown] == ["app", "app", "graph"]
     assert command("remove", "app", file, "--keep-last") == 0
     assert read_token_file(file)[0] == made[1]
     assert file.read_text().startswith("# ours\n")
@@ -289,7 +292,7 @@ def test_the_command_prints_a_token_once_and_keeps_its_hash(
         (("new", "app", "--rights", "read"), 2, "'read' is not a right"),
         (("new", "app", "--rights", "metrics", "--stdin"), 2, "a token has 32 characters or more"),
         (("new", "app", "--rights", "metrics", "--file", "/nowhere/x"), 1, "cannot write /nowhe"),
-        (("remove", "app", "/nowhere/x"), 1, "cannot read the token file /nowhere/x"),
+        (("list", "/nowhere/x"), 1, "cannot read the token file /nowhere/x"),
     ],
 )
 def test_wrong_use_of_the_command_is_one_line(
