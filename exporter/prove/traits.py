@@ -29,9 +29,9 @@ Tensors = tuple[Tensor, ...]
 # Rows of the smaller batch that is tried: neither 1 nor the tile of any kernel.
 _SMALL = 3
 _BUDGET_GFLOP = 50.0
-"""Of all batches of an artifact, where each size is tried with many rows; some seconds."""
+"""Arithmetic of all batches of an artifact, each size with many rows; some seconds."""
 _MOST_GFLOP = 100.0
-"""Of those in which bits are compared, where few are tried."""
+"""Arithmetic of those in which bits are compared, where few are tried."""
 _TOO_FEW = "no two rows of the samples could change places, so whether rows mix is unknown"
 # As the tolerance of float32: a kernel may add in another order for another batch size.
 _ROW_TOLERANCE = 1e-4
