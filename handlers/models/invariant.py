@@ -63,7 +63,7 @@ def find_sizes(
     for size in sizes:
         if bits := _bits(run, own, others, size):
             alike.setdefault(bits, []).append(size)
-    return tuple(max(alike.values(), key=lambda each: (len(each), each[-1]), default=()))
+    return tuple(max(alike.values(), key=lambda each: (len(each), each[-1]), default=[]))
 
 
 def _bits(

@@ -110,7 +110,7 @@ def network(function: Row) -> Artifact:
     return Artifact("pt2", run, [SPEC], torch.device("cpu"))
 
 
-def differing(run: Callable[[Tensor], Tensor], sizes: Sequence[int], mixes: int) -> int:
+def differing(run: Callable[..., Any], sizes: Sequence[int], mixes: int) -> int:
     """Return how many rows get other bits than before, in random batches of up to eight."""
     chosen = random.Random(1)
     pool = torch.randn(24, 6, generator=torch.Generator().manual_seed(2))
@@ -170,7 +170,7 @@ class Mixing(nn.Module):
         self.layer = nn.Linear(6, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.layer(x)
+        y: Tensor = self.layer(x)
         return y - y.mean(0)
 
 
@@ -249,7 +249,8 @@ class Texts(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         mask = attention_mask.unsqueeze(-1).float()
-        return self.layer((self.table(input_ids) * mask).sum(1) / mask.sum(1))
+        scores: Tensor = self.layer((self.table(input_ids) * mask).sum(1) / mask.sum(1))
+        return scores
 
 
 def test_texts_of_any_length_keep_their_bits(tmp_path: Path) -> None:
