@@ -63,7 +63,8 @@ def find_sizes(
     for size in sizes:
         if bits := _bits(run, own, others, size):
             alike.setdefault(bits, []).append(size)
-    return tuple(max(alike.values(), key=lambda each: (len(each), each[-1]), default=[]))
+    most: list[int] = max(alike.values(), key=lambda each: (len(each), each[-1]), default=[])
+    return tuple(most)
 
 
 def _bits(
