@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from modelyard.archiver.report import read_report
 from modelyard.archiver.signature import Dim, Signature, TensorSpec
 from modelyard.exporter import export
+from modelyard.exporter.inspection import describe
 from modelyard.handlers import BaseHandler, Context
 from modelyard.handlers.base import Classifier
 from modelyard.handlers.errors import LoadError
@@ -207,6 +208,7 @@ def test_a_last_bit_is_caught_at_export_and_where_a_report_hides_it(tmp_path: Pa
     assert report.signature.batching.batchable
     assert report.signature.batching.sizes == (1,)
     assert 0 < report.signature.batching.apart < 1e-6
+    assert describe(artifact)["batching"].startswith("a row keeps its bits in batches of 1; others")
     assert isinstance(load(artifact).model, Invariant)  # in batches of one
     path = artifact.with_name(f"{artifact.name}.report.json")
     content = json.loads(path.read_text())
