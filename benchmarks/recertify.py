@@ -132,14 +132,14 @@ def fill(store: Path, models: int, formats: list[str]) -> None:
 
 def networks() -> Iterator[tuple[str, nn.Module, tuple[str, ...]]]:
     """Yield networks that torch alone builds, largest first, with what they take."""
-    from tests.breadth.operator_networks import LAYERS, network
+    from tests.breadth.operator_networks import LAYERS, WAVES, network
     from tests.breadth.table import CASES, build
 
     for name, case in CASES.items():
         if case.library == "torch":
             torch.manual_seed(0)
             yield name, build(case), case.inputs
-    for name in LAYERS:
+    for name in (*LAYERS, *WAVES):
         torch.manual_seed(0)
         layered = nn.Sequential(nn.Linear(6, 6), network(name))
         yield (
