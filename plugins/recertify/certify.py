@@ -49,7 +49,7 @@ class Row:
 
     archive: Path
     digest: str
-    """Of the archive that was run; empty where it cannot be opened."""
+    """Digest of the archive that was run; empty where it cannot be opened."""
     environment: str
     verdict: str
     """`same bits`, `within`, `differs`, `not run`, or `untouched` where nothing of the archive runs
@@ -154,7 +154,7 @@ def recertify(paths: Sequence[Path], environments: Sequence[Environment]) -> Ite
     """Yield the rows of each archive; environments are made before.
 
     Raises:
-        ArchiveError: an environment cannot be made.
+        NothingCompared: an environment cannot be made.
     """
     for environment in environments:
         environment.build()

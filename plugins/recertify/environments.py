@@ -19,13 +19,13 @@ from pathlib import Path
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
-from modelyard.archiver.errors import ArchiveError, WrongUsage
+from modelyard.archiver.errors import NothingCompared, WrongUsage
 from modelyard.base.disk import build_once
 from modelyard.plugins.recertify.runtimes import RUNTIMES, Runtime
 
 HERE_PYTHON = Path(sys.executable)
 SHOWN_LINES = 3
-"""Of pip's last words, in an error."""
+"""Lines of pip's last words in an error."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Environment:
         """Make it, unless it is there.
 
         Raises:
-            ArchiveError: pip failed; nothing stays.
+            NothingCompared: pip failed; nothing stays.
         """
         if self.requirements:
             build_once(self.python.parents[1], self._build)
@@ -59,7 +59,7 @@ class Environment:
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
                 said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-                raise ArchiveError(
+                raise NothingCompared(
                     f"no environment with {self.name} can be made: "
                     f"{' | '.join(said[-SHOWN_LINES:])}"
                 )

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from modelyard.archiver.errors import ArchiveError, WrongUsage
+from modelyard.archiver.errors import NothingCompared, WrongUsage
 from modelyard.archiver.untrusted.names import MANIFEST_NAME
 from modelyard.plugins.recertify.certify import recertify
 from modelyard.plugins.recertify.environments import Environment, existing, plan
@@ -130,7 +130,7 @@ def test_an_environment_that_cannot_be_made_leaves_nothing(
     environment = replace(planned, python=tmp_path / "own" / "any" / "bin" / "python")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
 
-    with pytest.raises(ArchiveError, match=r"with onnxruntime==0\.0\.1 can be made: "):
+    with pytest.raises(NothingCompared, match=r"with onnxruntime==0\.0\.1 can be made: "):
         environment.build()
 
     assert [path.name for path in (tmp_path / "own").iterdir()] == ["any.lock"]
