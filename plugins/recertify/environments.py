@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -128,4 +129,4 @@ def existing(python: Path) -> Environment:
     runtimes = tuple(each for each in RUNTIMES.values() if each.package in has)
     if not runtimes:
         raise WrongUsage(f"--in {python} has none of {', '.join(names)}")
-    return Environment(str(python), runtimes, python)
+    return Environment(str(python), runtimes, Path(shutil.which(python) or python).absolute())

@@ -48,10 +48,14 @@ def lean(digits_store: Path, tmp_path: Path) -> Path:
     return path
 
 
-def test_a_wrong_kernel_is_found_and_the_right_one_passes(lean: Path, tmp_path: Path) -> None:
-    right, wrong = interpreter(tmp_path / "a"), interpreter(tmp_path / "b", SCALED)
+def test_a_wrong_kernel_is_found_and_the_right_one_passes(
+    lean: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interpreter(tmp_path / "a")
+    wrong = interpreter(tmp_path / "b", SCALED)
+    monkeypatch.chdir(tmp_path)
     page = tmp_path / "page.html"
-    options = (f"--in={right}", f"--in={wrong}", f"--page={page}", "--json")
+    options = ("--in=a/bin/python", f"--in={wrong}", f"--page={page}", "--json")
 
     ran = modelyard("recertify", str(lean), *options)
 
