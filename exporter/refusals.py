@@ -48,6 +48,11 @@ def _problems(request: ExportRequest) -> Iterator[str]:
         yield f"--tolerance {request.tolerance} is not a difference; expected 0 or more"
     if request.max_loss is not None and not 0 <= request.max_loss < 1:
         yield f"--max-loss {request.max_loss} is not a share; expected 0 or more, below 1"
+    if request.exact_labels and (quantize is None or not request.samples):
+        yield (
+            "--exact-labels runs undecided rows of a quantised model again in float32; give "
+            "--quantize int8-static or int8-dynamic, and --sample FILE with rows to learn from"
+        )
     if request.sample_only and not request.samples:
         yield "--sample-only has nothing to compare on; give --sample FILE too"
     try:

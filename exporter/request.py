@@ -31,7 +31,7 @@ _OTHER_FLAGS = {
 }
 _WRITTEN = (
     "model task weights_key ema announce model_args generate inputs submodule output_names formats "
-    "name device tolerance dtype quantize max_loss "
+    "name device tolerance dtype quantize max_loss exact_labels "
     "samples quick sample_only output_dir"
 )
 FLAGS: Mapping[str, str] = {
@@ -60,6 +60,7 @@ def export(
     dtype: str | None = None,
     quantize: str | None = None,
     max_loss: float | None = None,
+    exact_labels: bool = False,
     generate: bool = False,
     samples: Sequence[str | Path] = (),
     quick: bool = False,
@@ -106,6 +107,8 @@ def export(
             too, in the ranges that the rows of the samples reach, some of which are compared on).
         max_loss: what a lower precision may lose without a warning: of rows with another largest
             value, and of variance (1 - R2), whichever is more. Default: 0.01.
+        exact_labels: with quantize and samples: rows whose two largest values are closer than the
+            samples' largest errors run again in float32, inside of the same file.
         generate: write a Hugging Face decoder (GPT-2, Llama …) with its cache, for the handler
             generate; inputs are needed for other ranges only.
         samples: real inputs to compare on: .npz, .npy, .pt, .json, .txt or a picture; nothing of
@@ -161,6 +164,7 @@ class ExportRequest:
     dtype: str | None = None
     quantize: str | None = None
     max_loss: float | None = None
+    exact_labels: bool = False
     generate: bool = False
     samples: Sequence[Path] = ()
     quick: bool = False
