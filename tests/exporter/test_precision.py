@@ -418,6 +418,51 @@ class Net(nn.Module):
 """
 
 
+@pytest.mark.parametrize(
+    ("max_loss", "quantize"),
+    [
+        pytest.param(0.05, "int8-dynamic", id="within"),
+        pytest.param(0.0, None, id="never", marks=pytest.mark.nightly),
+    ],
+)
+def test_the_smallest_within_the_loss_is_chosen_and_float32_else(
+    max_loss: float, quantize: str | None, author: Author, tmp_path: Path
+) -> None:
+    checkpoint, model = author(WIDE)
+    # More rows than a batch has, and too few to calibrate with.
+    torch.save({"x": torch.randn(20, 16)}, tmp_path / "rows.pt")
+    lines: list[str] = []
+    (report,) = export(
+        checkpoint,
+        model,
+        ["x:float32[batch,16]"],
+        output_dir=tmp_path / "out",
+        quantize="auto",
+        max_loss=max_loss,
+        samples=[tmp_path / "rows.pt"],
+        quick=True,
+        tell=lines.append,
+    )
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "net.onnx",
+        "net.onnx.report.json",
+    ]
+    stated = _report(tmp_path / "out", "net.onnx")
+    assert stated["details"].get("quantize") == quantize
+    assert f"--quantize {quantize}" in stated["command"] or quantize is None
+    assert report.artifact.stat().st_size == stated["artifact_bytes"]
+    table = [line for line in lines if line.startswith(("->", "  "))]
+    heads, full, dynamic, static = table
+    assert heads.split()[:3] == ["size", "batch", "1"]
+    assert (full.split()[0] == "->") is (quantize is None)
+    assert (dynamic.split()[0] == "->") is (quantize is not None)
+    assert dynamic.split()[-1] == "20"
+    assert static.split() == ["int8-static", "refused"]
+    assert len(heads) == len(dynamic)
+    assert any("--sample gives 20 rows; expected 32" in line for line in lines)
+    assert lines[-1].startswith("fp32 stays" if quantize is None else "int8-dynamic is")
+
+
 def test_undecided_rows_run_again_in_float32(author: Author, tmp_path: Path) -> None:
     checkpoint, model = author(WIDE)
     rows = _normal(1536, 16)
