@@ -3,10 +3,10 @@
 //   node on_onnxruntime_web.mjs TASK.json
 //
 // It imports nothing of Modelyard; `runtimes` says what it reads and writes. The library lies in
-// `node_modules` of the folder that the option `library` names.
+// `node_modules` of FOLDER where it is started as FOLDER/bin/node. Option: `threads`.
 
 import { readFileSync, writeFileSync } from "node:fs";
-import { join } from "node:path";
+import { dirname, join } from "node:path";
 import { performance } from "node:perf_hooks";
 import { pathToFileURL } from "node:url";
 
@@ -50,7 +50,7 @@ function write(file, tensors, metadata) {
 }
 
 async function main(task) {
-  const folder = join(task.options.library, "node_modules", "onnxruntime-web");
+  const folder = join(dirname(dirname(process.argv0)), "node_modules", "onnxruntime-web");
   const { version } = JSON.parse(readFileSync(join(folder, "package.json")));
   const ort = await import(pathToFileURL(join(folder, "dist", "ort.wasm.bundle.min.mjs")));
   ort.env.wasm.numThreads = task.options.threads ?? 1;

@@ -1,0 +1,45 @@
+"""Run the cases of a task on ExecuTorch: `python on_executorch.py TASK.json`.
+
+It runs in an environment of its own and imports nothing of Modelyard; `runtimes` says what it
+reads and writes. The program is lowered for XNNPACK first, as for a phone: what is not among its
+operators runs on ExecuTorch's portable ones. Option: `lower` (xnnpack or portable).
+"""
+
+import time
+import warnings
+from importlib.metadata import version
+
+import torch
+from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+from executorch.exir import to_edge_transform_and_lower
+from executorch.runtime import Runtime
+from tensors import main
+
+
+def run(task, cases):
+    """Return the program's outputs; a lowered program keeps no values in between."""
+    options = task["options"]
+    if task["every_value"]:
+        raise ValueError("a lowered program keeps no values between its operators")
+    with open(task["artifact"], "rb") as file:
+        program = torch.export.load(file)
+    partitioner = [XnnpackPartitioner()] if options.get("lower", "xnnpack") == "xnnpack" else []
+    lowered = to_edge_transform_and_lower(program, partitioner=partitioner).to_executorch()
+    method = Runtime.get().load_program(lowered.buffer).load_method("forward")
+    found, began = {}, time.perf_counter()
+    for case, given in cases.items():
+        # Copies: ExecuTorch reads them as they lie, and a read-only array is none for torch.
+        inputs = [torch.from_numpy(given[name].copy()) for name in options["inputs"]]
+        values = [value.numpy().copy() for value in method.execute(inputs)]
+        found[case] = dict(zip(options["outputs"], values))
+    told = {
+        "executorch": version("executorch"),
+        "torch": torch.__version__,
+        "seconds": f"{time.perf_counter() - began:.6f}",
+    }
+    return found, told
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    main(run, f"executorch {version('executorch')}")
