@@ -93,6 +93,7 @@ def replay(
     budget_s: float | None = None,
     device: str = "auto",
     doubts: bool = False,
+    inputs: bool = False,
 ) -> Replay:
     """Load the archive that is unpacked in `folder`, and answer its golden requests.
 
@@ -109,6 +110,7 @@ def replay(
         explained: requests whose explanations are measured.
         budget_s: time that this may take; as long as it takes without.
         doubts: whether to end where nothing says what the model's numbers are.
+        inputs: whether `seen` of results holds what the model read, whole, and nothing else.
         device: auto, cpu, cuda or cuda:N.
 
     Raises:
@@ -124,6 +126,7 @@ def replay(
             for each in golden
         ],
         "record": record and unanswered is not None,
+        "inputs": inputs,
         "parity": asdict(pair) if pair else None,
         "reference": str(reference.absolute()) if reference else None,
         "explained": {"requests": [each._asdict() for each in explained], "budget_s": budget_s}

@@ -25,6 +25,7 @@ from modelyard.archiver.manifest import (
     parse_manifest,
 )
 from modelyard.archiver.proven import find_other_versions
+from modelyard.archiver.read import Archive
 from modelyard.archiver.replay import UNPACKED
 from modelyard.archiver.report import Report, parse_report
 from modelyard.archiver.sbom import format_sbom
@@ -402,3 +403,44 @@ def overlay(folder: Path, files: Mapping[str, Path], target: Path) -> None:
         for name in own_files(folder)
     ]
     _pack(Plan(manifest, tuple(parts)), FolderWriter(target), _Meter(None, 0), None)
+
+
+def put(
+    archive: Archive,
+    folder: Path,
+    name: str,
+    data: bytes,
+    key: "PrivateKey | None",
+    expires: datetime | None,
+) -> None:
+    """Write an open archive anew in its place with one more file, whole or not at all.
+
+    All else stays: container, files, golden requests. Its digest changes. It is signed where there
+    is a key.
+
+    Args:
+        archive: what is replaced.
+        folder: where it is unpacked.
+        name: name of the file, of which there may be one already.
+        data: its content.
+        key, expires: as `write_archive` takes them.
+
+    Raises:
+        CannotArchive: a file in the folder is not the archive's, or nothing can be written there.
+    """
+    made = (names.MANIFEST_NAME, names.SBOM_NAME, names.SIGNING_NAME, name)
+    parts = [
+        Part(each.name, folder / each.name, "file", each.sha256, "the archive holds")
+        for each in archive.files
+        if each.name not in made
+    ]
+    parts = sorted([*parts, Part(name, data, "file")], key=lambda part: part.name)
+    plan = Plan(archive.manifest, tuple(parts))
+    container = {"gzip'ed tar": "tgz", "folder": "no-archive"}.get(archive.kind, "zip-deflate")
+    if archive.kind == "zip" and archive.path.stat().st_size > sum(f.size_bytes for f in archive.files):
+        container = "zip-store"
+    try:
+        with _replacing(archive.path, plan, container) as writer:
+            _pack(plan, writer, _Meter(None, 0), key, expires)
+    except OSError as error:
+        raise CannotArchive(f"cannot write {archive.path}: {error.strerror or error}") from error

@@ -29,6 +29,7 @@ class Runtime:
     """What runs artifacts of some formats."""
 
     name: str
+    """What a line of an archive says. A server believes lines about `onnxruntime` and `torch`."""
     formats: tuple[str, ...]
     program: str
     """File of `RUNNERS`."""
@@ -40,17 +41,11 @@ class Runtime:
     """What the program and the task follow; `{python}` is the environment's interpreter."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Of every task."""
-    proves: str = ""
-    """The package of a server whose work a line about this proves; nothing a server runs, where
-    it is empty."""
-
 
 ONNXRUNTIME = Runtime(
-    "onnxruntime", ("onnx",), "on_onnxruntime.py", "onnxruntime", ("numpy",), proves="onnxruntime"
+    "onnxruntime", ("onnx",), "on_onnxruntime.py", "onnxruntime", ("numpy",)
 )
-TORCH = Runtime(
-    "torch", ("pt2", "torchscript"), "on_torch.py", "torch", ("numpy",), proves="torch"
-)
+TORCH = Runtime("torch", ("pt2", "torchscript"), "on_torch.py", "torch", ("numpy",))
 """Native code of AOTInductor is compiled for one torch, which alone loads it."""
 
 RUNTIMES: Mapping[str, Runtime] = {each.name: each for each in (ONNXRUNTIME, TORCH)}
