@@ -437,7 +437,9 @@ def put(
     parts = sorted([*parts, Part(name, data, "file")], key=lambda part: part.name)
     plan = Plan(archive.manifest, tuple(parts))
     container = {"gzip'ed tar": "tgz", "folder": "no-archive"}.get(archive.kind, "zip-deflate")
-    if archive.kind == "zip" and archive.path.stat().st_size > sum(f.size_bytes for f in archive.files):
+    if archive.kind == "zip" and archive.path.stat().st_size > sum(
+        f.size_bytes for f in archive.files
+    ):
         container = "zip-store"
     try:
         with _replacing(archive.path, plan, container) as writer:

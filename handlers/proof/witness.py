@@ -45,14 +45,14 @@ def inputs_read(calls: Sequence[Call]) -> list[dict[str, str]]:
     ]
 
 
-def restored(stated: Mapping[str, str]) -> Tensor:
-    """Return the tensor that `inputs_read` wrote."""
+def restored(stated: Mapping[str, str]) -> Tensor | None:
+    """Return the tensor that was recorded; None where only some of its values were."""
     dtype, _, sizes = stated["type"].rstrip("]").partition("[")
-    shape = [int(size) for size in sizes.split(",") if size]
+    tensor = torch.empty([int(size) for size in sizes.split(",") if size], dtype=torch_dtype(dtype))
     data = bytearray(b64decode(stated["values"]))
-    if not data:
-        return torch.empty(shape, dtype=torch_dtype(dtype))
-    return torch.frombuffer(data, dtype=torch_dtype(dtype)).reshape(shape)
+    if len(data) != tensor.nbytes:
+        return None
+    return torch.frombuffer(data, dtype=tensor.dtype).reshape(tensor.shape) if data else tensor
 
 
 def describe_difference(

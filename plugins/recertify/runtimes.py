@@ -42,10 +42,13 @@ class Runtime:
     options: Mapping[str, Any] = field(default_factory=dict)
     """Of every task."""
 
-ONNXRUNTIME = Runtime(
-    "onnxruntime", ("onnx",), "on_onnxruntime.py", "onnxruntime", ("numpy",)
-)
+
+ONNXRUNTIME = Runtime("onnxruntime", ("onnx",), "on_onnxruntime.py", "onnxruntime", ("numpy",))
 TORCH = Runtime("torch", ("pt2", "torchscript"), "on_torch.py", "torch", ("numpy",))
 """Native code of AOTInductor is compiled for one torch, which alone loads it."""
 
+HERE: Mapping[str, Runtime] = {
+    format: runtime for runtime in (ONNXRUNTIME, TORCH) for format in runtime.formats
+}
+"""Format → what runs it in a server: everything else is compared with that, as it is here."""
 RUNTIMES: Mapping[str, Runtime] = {each.name: each for each in (ONNXRUNTIME, TORCH)}

@@ -5,23 +5,28 @@ reads and writes. The file is one that was judged: torch.export.load trusts what
 Options: `inputs` and `outputs`, their names in the model's order, and `threads`.
 """
 
+from __future__ import annotations
+
 import json
 import time
 import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from tensors import main
+from tensors import Array, Cases, main
 
 
-def to_torch(array):
+def to_torch(array: Array) -> torch.Tensor:
     """Return a tensor of an array, which stays as it is."""
     if array.dtype == "V2":
         return torch.from_numpy(array.view("int16").copy()).view(torch.bfloat16)
     return torch.from_numpy(array.copy())
 
 
-def to_numpy(tensor):
+def to_numpy(tensor: torch.Tensor) -> Array:
     """Return an array of a tensor's values as they are now."""
     tensor = tensor.detach().cpu().contiguous()
     if tensor.dtype == torch.bfloat16:
@@ -29,7 +34,7 @@ def to_numpy(tensor):
     return tensor.numpy().copy()
 
 
-def tensors_of(given):
+def tensors_of(given: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors of what a model or a node gives, in their order."""
     if isinstance(given, torch.Tensor):
         yield given
@@ -43,41 +48,48 @@ def tensors_of(given):
 class Watched(torch.fx.Interpreter):
     """Keeps what each node of a program gives, and what it is."""
 
-    def __init__(self, module):
+    def __init__(self, module: torch.nn.Module) -> None:
         super().__init__(module, garbage_collect_values=True)
-        self.seen, self.told = {}, {}
+        self.seen: dict[str, Array] = {}
+        self.told: dict[str, list[str]] = {}
 
-    def run_node(self, node):
+    def run_node(self, n: torch.fx.Node) -> Any:
         """Run a node as it is."""
-        result = super().run_node(node)
-        if node.op == "call_function":
+        result = super().run_node(n)
+        if n.op == "call_function":
             for place, value in enumerate(tensors_of(result)):
-                name = f"{node.name}.{place}" if place else node.name
+                name = f"{n.name}.{place}" if place else n.name
                 self.seen[name] = to_numpy(value)
-                scopes = list((node.meta.get("nn_module_stack") or {"": ("",)}).values())
-                self.told[name] = [str(node.target), str(scopes[-1][0])]
+                scopes = list((n.meta.get("nn_module_stack") or {"": ("",)}).values())
+                self.told[name] = [str(n.target), str(scopes[-1][0])]
         return result
 
 
-def run(task, cases):
+def run(task: Any, cases: Cases) -> tuple[Cases, dict[str, str]]:
     """Return what the program's outputs are, and each of its nodes where `every_value` says so."""
-    options, told = task["options"], {}
+    options: dict[str, Any] = task["options"]
+    told: dict[str, list[str]] = {}
+    module: Any = None
     if task["format"] == "pt2":
-        with open(task["artifact"], "rb") as file:  # not by its path, whose suffix would matter
+        with Path(task["artifact"]).open(
+            "rb"
+        ) as file:  # not by its path, whose suffix would matter
             module = torch.export.load(file).module()
     elif task["every_value"]:
         raise ValueError(f"{task['format']} shows no values between its operators")
     else:
-        module = torch.jit.load(task["artifact"], map_location="cpu").eval()
+        load: Any = torch.jit.load
+        module = load(task["artifact"], map_location="cpu").eval()
     torch.set_num_threads(options.get("threads", 1))
-    found, began = {}, time.perf_counter()
+    found: Cases = {}
+    began = time.perf_counter()
     with torch.no_grad():
         for case, given in cases.items():
             inputs = [to_torch(given[name]) for name in options["inputs"]]
             watched = Watched(module) if task["every_value"] else None
             outputs = watched.run(*inputs) if watched else module(*inputs)
             found[case] = dict(watched.seen) if watched else {}
-            named = zip(options["outputs"], map(to_numpy, tensors_of(outputs)))
+            named = zip(options["outputs"], map(to_numpy, tensors_of(outputs)), strict=True)
             found[case].update(named)
             told.update(watched.told if watched else {})
     return found, {

@@ -4,11 +4,21 @@ The format is that of safetensors: eight bytes of the header's length, little-en
 JSON, the data.
 """
 
+from __future__ import annotations
+
 import json
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+Cases = dict[str, dict[str, Array]]
+"""Case → name → values."""
+Run = Callable[[Any, Cases], "tuple[Cases, dict[str, str]]"]
 
 DTYPES = {
     "F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "|V2", "I64": "<i8", "I32": "<i4",
@@ -16,11 +26,11 @@ DTYPES = {
 }  # fmt: skip
 
 
-def read(file):
-    """Return case → name → array of a file."""
+def read(file: str) -> Cases:
+    """Return the tensors of a file."""
     data = Path(file).read_bytes()
     start = 8 + int.from_bytes(data[:8], "little")
-    cases = {}
+    cases: Cases = {}
     for name, told in json.loads(data[8:start]).items():
         if name != "__metadata__":
             first, last = (start + each for each in told["data_offsets"])
@@ -30,10 +40,11 @@ def read(file):
     return cases
 
 
-def write(file, cases, metadata):
-    """Write case → name → array, in the order of the dicts, and texts by name."""
+def write(file: str, cases: Cases, metadata: Mapping[str, str]) -> None:
+    """Write tensors in the order of the dicts, and texts by name."""
     codes = {np.dtype(kind): code for code, kind in DTYPES.items()}
-    header, end = {"__metadata__": metadata}, 0
+    header: dict[str, Any] = {"__metadata__": metadata}
+    end = 0
     flat = {f"{case}/{name}": array for case, own in cases.items() for name, array in own.items()}
     for name, array in flat.items():
         place = [end, end + array.nbytes]
@@ -43,13 +54,13 @@ def write(file, cases, metadata):
         end += array.nbytes
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with open(file, "wb") as out:
+    with Path(file).open("wb") as out:
         out.write(len(text).to_bytes(8, "little") + text)
         for array in flat.values():
             out.write(array.tobytes())
 
 
-def main(run, library):
+def main(run: Run, library: str) -> None:
     """Run a task, and end with one sentence where that fails.
 
     Args:

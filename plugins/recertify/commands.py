@@ -1,0 +1,9 @@
+"""The subcommand; it names where its code lies, which is loaded when it runs."""
+
+from modelyard.base.plugins import Command
+
+RECERTIFY = Command(
+    "modelyard.plugins.recertify.recertify_cli",
+    "recertify_app",
+    "Say which archives would answer otherwise on other versions.",
+)
