@@ -354,7 +354,7 @@ def _compare(
         row,
         verdict=DIFFERS if apart else SAME if same else WITHIN,
         here=f"{HERE[report.format].name} {expected.told[HERE[report.format].name]}",
-        there=found.told.get(runtime.name, ""),
+        there=found.told.get(runtime.name.partition(":")[0], ""),
         cases=len(subject.probes),
         golden=len(subject.golden),
         share=measured[worst][0],

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from modelyard.archiver.errors import ArchiveError, WrongUsage
 from modelyard.archiver.proven import installed_version
-from modelyard.plugins.recertify.environments import SHOWN_LINES, Environment, planned
+from modelyard.plugins.recertify.environments import HERE_PYTHON, SHOWN_LINES, Environment, planned
 from modelyard.plugins.recertify.runtimes import ONNXRUNTIME, TORCH, Runtime
 
 
@@ -121,7 +120,7 @@ def plan(text: str, python: Path | None = None) -> Environment:
     version = version or other.version or installed_version(runtime.package).partition("+")[0]
     given = (f"{runtime.package}=={version}",)
     if "node" not in other.programs:
-        return replace(planned(given, python or Path(sys.executable), (runtime,)), name=text)
+        return replace(planned(given, python or HERE_PYTHON, (runtime,)), name=text)
     node = Path(shutil.which("node") or "node")
     made = planned(given, node, (runtime,))
     return NodeEnvironment(text, made.runtimes, made.python.with_name("node"), given, node)

@@ -3,7 +3,7 @@
 //   node on_onnxruntime_web.mjs TASK.json
 //
 // It imports nothing of Modelyard; `runtimes` says what it reads and writes. The library lies in
-// `node_modules` of FOLDER where it is started as FOLDER/bin/node. Option: `threads`.
+// `node_modules` of FOLDER where it is started as FOLDER/bin/node.
 
 import { readFileSync, writeFileSync } from "node:fs";
 import { dirname, join } from "node:path";
@@ -53,7 +53,7 @@ async function main(task) {
   const folder = join(dirname(dirname(process.argv0)), "node_modules", "onnxruntime-web");
   const { version } = JSON.parse(readFileSync(join(folder, "package.json")));
   const ort = await import(pathToFileURL(join(folder, "dist", "ort.wasm.bundle.min.mjs")));
-  ort.env.wasm.numThreads = task.options.threads ?? 1;
+  ort.env.wasm.numThreads = 1; // as in a page without headers of its own
   // Bytes rather than a path: the build for browsers would fetch it.
   ort.env.wasm.wasmBinary = readFileSync(join(folder, "dist", "ort-wasm-simd-threaded.wasm"));
   const session = await ort.InferenceSession.create(
