@@ -219,6 +219,23 @@ def certify(archive: Archive, folder: Path, environments: Sequence[Environment])
         expected.discard()
 
 
+def read_subject(archive: Archive, folder: Path, format: str) -> Subject:
+    """Return an archive's artifact of a format, unpacked below an empty folder.
+
+    Raises:
+        ArchiveError: it holds none with a proof, or nothing to compare it on.
+        HandlerError: the file is not what it says.
+    """
+    unpacked = folder / UNPACKED
+    archive.unpack(unpacked)
+    for name, report in _reports(archive):
+        if report.format == format:
+            return _subject(unpacked / name, report, _golden(archive, unpacked))
+    raise ArchiveError(
+        f"{archive.path.name} holds no {format} with a report; export it with --format {format}"
+    )
+
+
 def _reports(archive: Archive) -> Iterator[tuple[str, Report]]:
     """Yield the artifacts that the archive holds a proof of, with their reports."""
     manifest, seal = archive.manifest, archive.manifest.modelyard

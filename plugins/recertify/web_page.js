@@ -65,7 +65,7 @@ async function verify(ort, session) {
     const apart = await pictureOf(blobOf(each)).then(
       (found) => furthest(found, valuesOf(input), valuesOf(input.units)), () => Infinity);
     const agrees = apart <= input.allowed;
-    rows.push({ name: `${each.name}, read as the server reads it`, apart, allowed: input.allowed, agrees });
+    rows.push({ name: `${each.name}, its picture as the server reads it`, apart, allowed: input.allowed, agrees });
     report(rows);
   }
   return rows;
