@@ -25,7 +25,7 @@ from modelyard.archiver.untrusted.names import PROVEN_NAME
 
 _RUNS = {"onnx": "onnxruntime"}
 """Format → the package that runs it; torch runs all others."""
-SAME, WITHIN, DIFFERS = VERDICTS = ("same bits", "within", "differs")
+SAME, WITHIN, DIFFERS = "same bits", "within", "differs"
 """What a line says of an artifact's outputs on other versions."""
 MAX_LINES_BYTES = 256 * 1024
 Line = Mapping[str, Any]
@@ -65,7 +65,8 @@ def find_unproven(
         names.setdefault(seal.explain.report, seal.explain.artifact)
     try:
         reports = [parse_report(read(name), Path(name)) for name in names]
-    except (ArchiveError, KeyError) as error:
+        lines = read_lines(read)
+    except (ArchiveError, KeyError, ValueError) as error:
         return Unproven("no_proof", f"its report cannot be read: {error}")
     if reports[0].parity is None:
         return Unproven("no_proof", f"{own} holds no comparison with the checkpoint")
@@ -75,11 +76,7 @@ def find_unproven(
     if len({report.checkpoint_sha256 for report in reports}) > 1:
         return Unproven("another", f"{' and '.join(names)} are the proofs of two checkpoints")
     pinned = dict(parse_pin(pin).release for pin in seal.requirements)
-    try:
-        lines, broken = read_lines(read), ""
-    except ValueError as error:
-        lines, broken = [], f"; {PROVEN_NAME} cannot be read: {error}"
-    found = [find_difference(report, pinned, lines, broken) for report in reports]
+    found = [find_difference(report, pinned, lines) for report in reports]
     if texts := [text for text in found if text]:
         return Unproven("versions", "; ".join(texts))
     return None
@@ -98,64 +95,49 @@ def read_lines(read: Callable[[str], bytes]) -> list[Line]:
         ValueError: the file holds something else.
     """
     try:
-        fields = Fields(parse_json(read(PROVEN_NAME), MAX_LINES_BYTES))
+        fields = Fields(parse_json(read(PROVEN_NAME), MAX_LINES_BYTES), PROVEN_NAME)
     except KeyError:
         return []
     lines = fields.objects("lines")
     for line in lines:
-        for key in ("runtime", "version", "artifact"):
+        for key in ("runtime", "version", "artifact", "verdict"):
             line.text(key)
         line.sha256("artifact_sha256")
         if line.integer("cases") < 1 or line.number("share") < 0:
             line.wrong("cases", "1 or more, and a share of 0 or more", line.values.get("cases"))
-        if line.text("verdict") not in VERDICTS:
-            line.wrong("verdict", f"one of {', '.join(VERDICTS)}", line.values.get("verdict"))
     fields.check()
     return [line.values for line in lines]
 
 
-def _plain(version: str) -> str:
-    return version.partition("+")[0]
-
-
-def _agrees(line: Line) -> bool:
-    return bool(line["share"] <= {SAME: 0, WITHIN: 1}.get(line["verdict"], -1))
-
-
-def find_difference(
-    report: Report, pinned: Mapping[str, str], lines: Sequence[Line] = (), broken: str = ""
-) -> str:
+def find_difference(report: Report, pinned: Mapping[str, str], lines: Sequence[Line] = ()) -> str:
     """Return how what runs an artifact differs from what proved it; empty where it does not.
 
     Args:
         report: the artifact's.
         pinned: packages that the archive brings, by name → version.
         lines: what later runs found.
-        broken: why there are none, for the end of the sentence.
     """
     package = _RUNS.get(report.format, "torch")
-    proven, here = (
-        report.versions.get(package, ""),
-        pinned.get(package) or installed_version(package),
-    )
-    if _plain(proven) == _plain(here):
-        return ""
+    proven = report.versions.get(package, "")
+    here = pinned.get(package) or installed_version(package)
     artifact = report.path.name.removesuffix(".report.json")
-    about = {
-        "runtime": package, "artifact": artifact, "artifact_sha256": report.artifact_sha256
-    }.items()  # fmt: skip
+    about = (package, artifact, report.artifact_sha256, _plain(here))
     again = [
-        _agrees(line)
+        line["share"] <= {SAME: 0, WITHIN: 1}.get(line["verdict"], -1)
         for line in lines
-        if about <= line.items() and _plain(line["version"]) == _plain(here)
+        if about
+        == (*map(line.get, ("runtime", "artifact", "artifact_sha256")), _plain(line["version"]))
     ]
-    if again and all(again):
+    if _plain(proven) == _plain(here) or (again and all(again)):
         return ""
     return (
         f"{artifact} was proven with {package} {proven or 'of an unknown version'}, and "
-        f"{here or 'none'} is here{broken}"
-        + ("; there its answers were others, as a line of the archive says" if again else "")
+        f"{here or 'none'} is here{', where a line says that answers differ' if again else ''}"
     )
+
+
+def _plain(version: str) -> str:
+    return version.partition("+")[0]
 
 
 def installed_version(package: str) -> str:

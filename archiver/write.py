@@ -406,12 +406,7 @@ def overlay(folder: Path, files: Mapping[str, Path], target: Path) -> None:
 
 
 def put(
-    archive: Archive,
-    folder: Path,
-    name: str,
-    data: bytes,
-    key: "PrivateKey | None",
-    expires: datetime | None,
+    archive: Archive, folder: Path, extra: Part, key: "PrivateKey | None", expires: datetime | None
 ) -> None:
     """Write an open archive anew in its place with one more file, whole or not at all.
 
@@ -421,26 +416,24 @@ def put(
     Args:
         archive: what is replaced.
         folder: where it is unpacked.
-        name: name of the file, of which there may be one already.
-        data: its content.
+        extra: the file; there may be one of its name already.
         key, expires: as `write_archive` takes them.
 
     Raises:
         CannotArchive: a file in the folder is not the archive's, or nothing can be written there.
     """
-    made = (names.MANIFEST_NAME, names.SBOM_NAME, names.SIGNING_NAME, name)
+    files = {each.name: each for each in archive.files}
+    for made in (names.MANIFEST_NAME, names.SBOM_NAME, names.SIGNING_NAME, extra.name):
+        files.pop(made, None)
     parts = [
-        Part(each.name, folder / each.name, "file", each.sha256, "the archive holds")
-        for each in archive.files
-        if each.name not in made
+        extra,
+        *(Part(name, folder / name, "file", each.sha256) for name, each in files.items()),
     ]
-    parts = sorted([*parts, Part(name, data, "file")], key=lambda part: part.name)
-    plan = Plan(archive.manifest, tuple(parts))
-    container = {"gzip'ed tar": "tgz", "folder": "no-archive"}.get(archive.kind, "zip-deflate")
-    if archive.kind == "zip" and archive.path.stat().st_size > sum(
-        f.size_bytes for f in archive.files
-    ):
-        container = "zip-store"
+    plan = Plan(archive.manifest, tuple(sorted(parts, key=lambda part: part.name)))
+    is_stored = archive.path.stat().st_size > sum(each.size_bytes for each in files.values())
+    container = {"gzip'ed tar": "tgz", "folder": "no-archive"}.get(
+        archive.kind, "zip-store" if is_stored else "zip-deflate"
+    )
     try:
         with _replacing(archive.path, plan, container) as writer:
             _pack(plan, writer, _Meter(None, 0), key, expires)

@@ -30,6 +30,7 @@ from modelyard.plugins.recertify.environments import Environment, existing, plan
 from plugins.recertify.tests.faults import ONNX_FAULTS, interpreter
 
 PLACE = "modelyard_benchmarked"
+VERDICTS = ("differs", "within", "same bits", "untouched", "not run")
 
 
 def main(
@@ -50,21 +51,21 @@ def main(
     if environments:
         began = cpu()
         rows = list(judged(archives, environments))
-        print(
-            f"\n{'environment':40} {'rows':>5} {'same bits':>9} {'within':>7} {'differs':>8} {'not run':>8}"
-        )
+        print("\n" + "  ".join([f"{'environment':34}", "rows", *VERDICTS]))
         for environment in environments:
-            of = [row.verdict for row in rows if row.environment == environment.name]
-            counts = [of.count(each) for each in ("same bits", "within", "differs", "not run")]
-            print(
-                f"{environment.name:40} {len(of):5} {counts[0]:9} {counts[1]:7} {counts[2]:8} {counts[3]:8}"
-            )
+            of = [row for row in rows if row.environment == environment.name]
+            print(f"{environment.name:34}  {len(of):4}  {counted(of)}")
         print(f"largest share of a tolerance that agrees: {largest(rows):.3g}")
-        print(
-            f"{(cpu() - began) / len(archives):.1f} s of CPU an archive, {len(environments)} environments"
-        )
+        spent = (cpu() - began) / len(archives)
+        print(f"{spent:.1f} s of CPU an archive, {len(environments)} environments")
     if faults:
-        seeded(archives[:faults])
+        seeded(archives[:: max(1, len(archives) // faults)][:faults])
+
+
+def counted(rows: list[Row]) -> str:
+    """Return how many rows have each verdict."""
+    verdicts = [row.verdict for row in rows]
+    return "  ".join(f"{verdicts.count(each):{len(each)}}" for each in VERDICTS)
 
 
 def cpu() -> float:
@@ -93,19 +94,17 @@ def largest(rows: list[Row]) -> float:
 def seeded(archives: list[Path]) -> None:
     """Print what is said of each wrong kernel."""
     with tempfile.TemporaryDirectory() as name:
-        wrong = {fault: existing(interpreter(Path(name, str(at)), fault))
-                 for at, fault in enumerate(ONNX_FAULTS)}  # fmt: skip
+        wrong = {
+            fault: existing(interpreter(Path(name, str(at)), fault))
+            for at, fault in enumerate(ONNX_FAULTS)
+        }
         rows = list(judged(archives, list(wrong.values())))
-    print(
-        f"\n{'seeded':34} {'found':>6} {'within':>7} {'same bits':>10} {'not run':>8}  layer named"
-    )
+    print("\n" + "  ".join([f"{'seeded':34}", *VERDICTS, "layer named"]))
     for fault, environment in wrong.items():
         of = [row for row in rows if row.environment == environment.name]
-        counts = [sum(row.verdict == each for row in of)
-                  for each in ("differs", "within", "same bits", "not run")]  # fmt: skip
         kinds = ONNX_FAULTS[fault][0].split()
         named = sum(any(f"({kind}" in row.first for kind in kinds) for row in of)
-        print(f"{fault:34} {counts[0]:6} {counts[1]:7} {counts[2]:10} {counts[3]:8}  {named}")
+        print(f"{fault:34}  {counted(of)}  {named}")
         for row in of:
             if row.verdict in ("within", "same bits"):
                 print(f"    {row.verdict}: {row.archive.name}, share {row.share:.2g}")
@@ -132,14 +131,14 @@ def fill(store: Path, models: int, formats: list[str]) -> None:
 
 def networks() -> Iterator[tuple[str, nn.Module, tuple[str, ...]]]:
     """Yield networks that torch alone builds, largest first, with what they take."""
-    from tests.breadth.operator_networks import LAYERS, network
+    from tests.breadth.operator_networks import LAYERS, WAVES, network
     from tests.breadth.table import CASES, build
 
     for name, case in CASES.items():
         if case.library == "torch":
             torch.manual_seed(0)
             yield name, build(case), case.inputs
-    for name in LAYERS:
+    for name in (*LAYERS, *WAVES):
         torch.manual_seed(0)
         layered = nn.Sequential(nn.Linear(6, 6), network(name))
         yield (

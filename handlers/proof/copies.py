@@ -3,8 +3,7 @@
 They are artifact and twin on one machine, or one artifact on two versions or runtimes.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -34,39 +33,14 @@ def repeated_probes(report: Report) -> tuple[Probe, ...]:
     raise LoadError("the report names no ordinary inputs to compare on")
 
 
-@dataclass(frozen=True)
-class Judgement:
-    """How far two runs are apart."""
-
-    cases: Sequence[Probe]
-    rules: Mapping[str, agree.Rule]
-    """Output → its rule."""
-    measured: Mapping[str, Sequence[Mapping[str, Any]]]
-    """Output → what `agree.compare` says of each case."""
-
-    @property
-    def differences(self) -> list[str]:
-        """A sentence for each output that differs."""
-        said = (
-            agree.disagreement(name, rule, self.measured[name], self.cases)
-            for name, rule in self.rules.items()
-        )
-        return [text for text in said if text]
-
-    @property
-    def summary(self) -> str:
-        """How far they are apart at most, by which rule."""
-        return agree.summary(self.rules, self.measured, self.cases)
-
-
 def judge(
     one: Parity,
     other: Parity,
     cases: Sequence[Probe],
     found: Iterable[Sequence[Tensor]],
     wanted: Callable[[], Iterable[Sequence[Tensor]]],
-) -> Judgement:
-    """Compare the outputs of all cases.
+) -> tuple[dict[str, agree.Rule], dict[str, list[dict[str, Any]]]]:
+    """Return the rule of each output, and what `agree.compare` says of it in each case.
 
     Args:
         one: what the report of the first says.
@@ -88,4 +62,4 @@ def judge(
         of_all = zip(rules.items(), expected, actual, scales.of(case.kind), strict=True)
         for (name, rule), a, b, scale in of_all:
             measured[name].append(agree.compare(a, b, rule.tolerance, scale))
-    return Judgement(cases, rules, measured)
+    return rules, measured

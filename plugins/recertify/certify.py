@@ -32,8 +32,8 @@ from modelyard.handlers.errors import HandlerError, UnsafeProgram
 from modelyard.handlers.judge.check import check
 from modelyard.handlers.judge.onnx_file import check_onnx
 from modelyard.handlers.models.backends import detect_format, dtype_name, type_name
-from modelyard.handlers.proof.agree import Rule, compare
-from modelyard.handlers.proof.copies import Judgement, judge, repeated_probes
+from modelyard.handlers.proof.agree import Rule, compare, disagreement
+from modelyard.handlers.proof.copies import judge, repeated_probes
 from modelyard.handlers.proof.probes import Probe, make_case
 from modelyard.handlers.proof.witness import describe_difference, restored
 from modelyard.plugins.recertify.environments import HERE_PYTHON, Environment
@@ -259,8 +259,6 @@ def _reports(archive: Archive) -> Iterator[tuple[str, Report]]:
 
 def _untouched(archive: Archive, environment: Environment, formats: set[str]) -> Row:
     why = f"it holds {', '.join(sorted(formats))}, which none of that runs"
-    if formats == {"aoti"}:
-        why = "native code runs on the torch alone that compiled it: export it again with the other"
     return Row(archive.path, archive.digest, environment.name, UNTOUCHED, why=why)
 
 
@@ -349,10 +347,11 @@ def _compare(
                 )
             yield given
 
-    judgement = judge(
+    rules, of_all = judge(
         report.parity, report.parity, subject.probes, outputs(found), lambda: outputs(expected)
     )
-    apart = judgement.differences
+    said = (disagreement(name, rule, of_all[name], subject.probes) for name, rule in rules.items())
+    apart = list(filter(None, said))
     same = True
     for one, other in zip(outputs(expected), outputs(found), strict=True):
         kinds = [[dtype_name(each.dtype) for each in given] for given in (one, other)]
@@ -360,7 +359,7 @@ def _compare(
             apart.append(f"its outputs are {kinds[1]}; expected {kinds[0]}")
             break
         same &= all(map(_same_bits, one, other))
-    measured = _measure(judgement)
+    measured = [_measure(rules, of_all, place, str(subject.probes[place])) for place in places]
     worst = max(places, key=lambda place: measured[place][:2])
     first = ""
     if apart:
@@ -393,18 +392,16 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and torch.equal(*bits)
 
 
-def _measure(judgement: Judgement) -> list[tuple[float, float, int]]:
-    """Return of each case: share of what is allowed, largest difference, rows that moved."""
-    found = []
-    for place, case in enumerate(judgement.cases):
-        shares, apart, moved = [], [], 0
-        for name, rule in judgement.rules.items():
-            measured = judgement.measured[name][place]
-            shares.append(_share(rule, measured, str(case)))
-            apart.append(measured["max_abs"])
-            moved += measured["rows"] - measured["same"]
-        found.append((max(shares), max(apart), moved))
-    return found
+def _measure(
+    rules: Mapping[str, Rule], of_all: Mapping[str, Any], place: int, case: str
+) -> tuple[float, float, int]:
+    """Return of a case: share of what is allowed, largest difference, rows that moved."""
+    found = [(rule, of_all[name][place]) for name, rule in rules.items()]
+    return (
+        max(_share(rule, each, case) for rule, each in found),
+        max(each["max_abs"] for _, each in found),
+        sum(each["rows"] - each["same"] for _, each in found),
+    )
 
 
 def _share(rule: Rule, measured: Mapping[str, Any], case: str) -> float:

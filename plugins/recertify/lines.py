@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from modelyard.archiver.collect import Part
 from modelyard.archiver.errors import ArchiveError, NotTrusted
 from modelyard.archiver.proven import DIFFERS, SAME, WITHIN, read_lines
 from modelyard.archiver.read import Archive, open_archive
@@ -88,7 +89,8 @@ def write(
         kept = [dict(line) for line in read_lines(archive.read) if _about(line) not in about]
         archive.unpack(folder / UNPACKED)
         data = format_json({"lines": [*kept, *new]})
-        put(archive, folder / UNPACKED, PROVEN_NAME, data, key, expires)
+        part = Part(PROVEN_NAME, data, "versions it was proven on later")
+        put(archive, folder / UNPACKED, part, key, expires)
     with open_archive(path) as written:
         return written.digest
 

@@ -65,11 +65,15 @@ def _judge(artifact: Artifact, twin: Artifact, report: Report, other: Report) ->
             dtypes[:] = [dtype_name(each.dtype) for each in outputs]
             yield outputs
 
-    judgement = judge(report.parity, other.parity, probes, of_artifact(), of_twin)
-    apart = judgement.differences
+    rules, measured = judge(report.parity, other.parity, probes, of_artifact(), of_twin)
+    apart = [agree.disagreement(name, rule, measured[name], probes) for name, rule in rules.items()]
     stated = [spec.dtype for spec in report.signature.outputs]
     if dtypes != stated:
         apart.append(f"the artifact gives {dtypes}; its report says {stated}")
     few = "; few inputs were tried, as by `modelyard export --quick`"
-    summary = judgement.summary + (few if report.parity.extent == "quick" else "")
-    return {"cases": len(probes), "summary": summary, "differences": apart}
+    return {
+        "cases": len(probes),
+        "summary": agree.summary(rules, measured, probes)
+        + (few if report.parity.extent == "quick" else ""),
+        "differences": [text for text in apart if text],
+    }

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from modelyard.archiver import open_archive
+from modelyard.archiver.collect import Part
 from modelyard.archiver.errors import ArchiveError, NotTrusted
 from modelyard.archiver.proven import find_unproven
 from modelyard.archiver.signing import (
@@ -137,7 +138,7 @@ def test_a_line_changes_nothing_else_and_replaces_its_own(aged: Path) -> None:
     changed = {name for name in before if before[name] != after.get(name)}
     assert changed == {"MAR-INF/MANIFEST.json", "MAR-INF/sbom.cdx.json"}
     assert after.keys() == before.keys()
-    assert "there its answers were others" in unproven(aged)
+    assert "where a line says that answers differ" in unproven(aged)
     assert [path.name for path in aged.parent.iterdir()] == ["onnx.mar"]
 
 
@@ -169,7 +170,8 @@ def signed(aged: Path, keys: Path, tmp_path: Path) -> Path:
     key = read_signing_key(keys / "release.key")
     with open_archive(aged) as opened:
         opened.unpack(tmp_path / "own")
-        put(opened, tmp_path / "own", "x.txt", b"", key, parse_date("2099-01-01"))
+        part = Part("x.txt", b"", "file")
+        put(opened, tmp_path / "own", part, key, parse_date("2099-01-01"))
     shutil.rmtree(tmp_path / "own")
     return aged
 
