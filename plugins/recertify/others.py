@@ -38,10 +38,10 @@ class NodeEnvironment(Environment):
         self.python.symlink_to(self.base)
         packages = [text.replace("==", "@") for text in self.requirements]
         # No package's own script runs: what is downloaded is only read, behind walls.
-        install = ["npm", "install", "--ignore-scripts", "--no-audit", "--no-fund", "--prefix"]
         done = subprocess.run(
-            [*install, folder, *packages], capture_output=True, text=True, check=False
-        )
+            ["npm", "install", "--ignore-scripts", "--no-audit", "--no-fund", "--prefix", folder,
+             *packages], capture_output=True, text=True, check=False,
+        )  # fmt: skip
         if done.returncode:
             said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
             raise ArchiveError(
@@ -62,37 +62,21 @@ OTHERS = {
     each.runtime.name: each
     for each in (
         Other(
-            Runtime(
-                "onnxruntime-web", ("onnx",), "on_onnxruntime_web.mjs", "onnxruntime-web",
-                command=("{python}",),
-            ),
-            "1.30.0",
-            {"node": "nodejs", "npm": "npm"},
+            Runtime("onnxruntime-web", ("onnx",), "on_onnxruntime_web.mjs", "onnxruntime-web",
+                    command=("{python}",)),
+            "1.30.0", {"node": "nodejs", "npm": "npm"},
         ),
         Other(Runtime("openvino", ("onnx",), "on_openvino.py", "openvino", ("numpy",)), "2026.4.1"),
         Other(
-            replace(
-                ONNXRUNTIME, name="onnxruntime:openvino", package="onnxruntime-openvino",
-                options={"providers": ["OpenVINOExecutionProvider"]},
-            ),
-            "1.24.1",
+            replace(ONNXRUNTIME, name="onnxruntime:openvino", package="onnxruntime-openvino",
+                    options={"providers": ["OpenVINOExecutionProvider"]}), "1.24.1",
         ),
         _emulated("onnxruntime:no-avx512", "max"),  # QEMU knows AVX2, and nothing newer
         _emulated("onnxruntime:no-avx", "Nehalem"),
-        Other(
-            replace(
-                TORCH, name="torch:no-avx",
-                command=(
-                    "env", "ATEN_CPU_CAPABILITY=default", "DNNL_MAX_CPU_ISA=SSE41", *TORCH.command
-                ),
-            ),
-        ),
-        Other(
-            Runtime(
-                "executorch", ("pt2",), "on_executorch.py", "executorch", ("numpy", "torch==2.13.0")
-            ),
-            "1.5.1",
-        ),
+        Other(replace(TORCH, name="torch:no-avx", command=(
+            "env", "ATEN_CPU_CAPABILITY=default", "DNNL_MAX_CPU_ISA=SSE41", *TORCH.command))),
+        Other(Runtime("executorch", ("pt2",), "on_executorch.py", "executorch",
+                      ("numpy", "torch==2.13.0")), "1.5.1"),
     )
 }  # fmt: skip
 

@@ -15,6 +15,7 @@ from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,6 @@ from modelyard.archiver.untrusted.names import MANIFEST_NAME
 from modelyard.base.scale import Scale, one_place
 from modelyard.handlers import BUILT_IN
 from modelyard.handlers.proof.agree import OutputScales, joint_rules, within_reason
-from modelyard.handlers.proof.probes import Probe
 from modelyard.handlers.proof.witness import INPUT_TOLERANCE
 from modelyard.handlers.tasks.vision_handler import VisionHandler
 from modelyard.plugins.recertify import others
@@ -75,13 +75,15 @@ def format_web_page(path: Path, library: str) -> tuple[str, int]:
         kept = _small_enough(cases)
         manifest, unpacked = archive.manifest, folder / UNPACKED
         handler = _handler(unpacked, manifest)
-        report = subject.report
+        report, signature = subject.report, subject.report.signature
         data = {
-            "summary": _summary(subject),
+            "summary": " → ".join(
+                ", ".join(map(str, specs)) for specs in (signature.inputs, signature.outputs)
+            ),
             "rule": RULE,
             "cases": kept,
-            "takes": {spec.name: spec.dtype for spec in report.signature.inputs},
-            "main": report.signature.main and report.signature.main.name,
+            "takes": {spec.name: spec.dtype for spec in signature.inputs},
+            "main": signature.main and signature.main.name,
             "labels": _labels(handler, subject),
             "pictures": _pictures(handler, subject, manifest, unpacked),
             "facts": {
@@ -96,18 +98,20 @@ def format_web_page(path: Path, library: str) -> tuple[str, int]:
         }
         model = subject.path.read_bytes()
     dist = environment.python.parents[1] / "node_modules" / "onnxruntime-web" / "dist"
-    title = f"{manifest.model_name} {manifest.model_version}"
+    style, script, page = (
+        (HERE_FOLDER / f"web_page.{kind}").read_text(encoding="utf-8")
+        for kind in ("css", "js", "html")
+    )
     parts = {
-        "title": title.replace("&", "&amp;").replace("<", "&lt;"),
-        "style": (HERE_FOLDER / "web_page.css").read_text(encoding="utf-8"),
-        "script": (HERE_FOLDER / "web_page.js").read_text(encoding="utf-8"),
+        "title": escape(f"{manifest.model_name} {manifest.model_version}"),
+        "style": style,
+        "script": script,
         # A name may hold anything, the end of a script too.
         "data": json.dumps(data).replace("<", "\\u003c"),
         "library": _packed((dist / "ort.wasm.bundle.min.mjs").read_bytes()),
         "machine": _packed((dist / "ort-wasm-simd-threaded.wasm").read_bytes()),
         "model": _packed(model),
     }
-    page = (HERE_FOLDER / "web_page.html").read_text(encoding="utf-8")
     return re.sub(r"{{ (\w+) }}", lambda found: parts[found[1]], page), len(kept)
 
 
@@ -165,7 +169,7 @@ def _cases(subject: Subject, folder: Path) -> Iterator[dict[str, Any]]:
         probe = subject.probes[place]
         of_all = zip(rules.items(), outputs[place], scales.of(probe.kind), strict=True)
         yield {
-            "name": _name(probe),
+            "name": _name(probe.request) if isinstance(probe, GoldenCase) else str(probe),
             "inputs": {name: _kept(value) for name, value in subject.case(place).items()},
             "outputs": {
                 name: _judged(value, scale, rule.allowed.get(str(probe), rule.tolerance))
@@ -174,9 +178,8 @@ def _cases(subject: Subject, folder: Path) -> Iterator[dict[str, Any]]:
         }
 
 
-def _name(probe: Probe) -> str:
-    is_golden = isinstance(probe, GoldenCase)
-    return f"golden request {Path(probe.request).stem}" if is_golden else str(probe)
+def _name(request: str) -> str:
+    return f"golden request {Path(request).stem}"
 
 
 def _small_enough(cases: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -190,29 +193,15 @@ def _small_enough(cases: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]
     return [case for place, case in enumerate(cases) if place in chosen]
 
 
-def _summary(subject: Subject) -> str:
-    signature = subject.report.signature
-    takes, gives = (
-        ", ".join(map(str, specs)) for specs in (signature.inputs, signature.outputs)
-    )
-    return f"{takes} → {gives}"
-
-
 def _handler(folder: Path, manifest: Manifest) -> Any:
     """Return the archive's handler where it is one of ours; None where it is an author's code."""
     if manifest.handler not in BUILT_IN:
         return None
-    message = {
-        "name": manifest.model_name,
-        "folder": str(folder),
+    return load_service({
+        "name": manifest.model_name, "folder": str(folder), "handler": manifest.handler,
         "manifest": json.loads((folder / MANIFEST_NAME).read_bytes()),
-        "handler": manifest.handler,
-        "config_file": manifest.config_file,
-        "device": "cpu",
-        "worker": 0,
-        "batch_size": 1,
-    }
-    return load_service(message).handler
+        "config_file": manifest.config_file, "device": "cpu", "worker": 0, "batch_size": 1,
+    }).handler  # fmt: skip
 
 
 def _labels(handler: Any, subject: Subject) -> dict[str, Any] | None:
@@ -239,10 +228,9 @@ def _pictures(
     for read in subject.golden:
         if types[read.request] in SHOWN:
             (given,) = read.inputs
+            picture = b64encode((folder / read.request).read_bytes()).decode()
             examples.append({
-                "name": f"golden request {Path(read.request).stem}",
-                "type": types[read.request],
-                "picture": b64encode((folder / read.request).read_bytes()).decode(),
+                "name": _name(read.request), "type": types[read.request], "picture": picture,
                 "input": _judged(given, one_place(given.double().numpy()), INPUT_TOLERANCE),
             })  # fmt: skip
     return {

@@ -2,7 +2,7 @@
 
 It runs in an environment of its own and imports nothing of Modelyard; `runtimes` says what it
 reads and writes. The program is lowered for XNNPACK first, as for a phone: what is not among its
-operators runs on ExecuTorch's portable ones. Option: `lower` (xnnpack or portable).
+operators runs on ExecuTorch's portable ones.
 """
 
 import time
@@ -23,8 +23,8 @@ def run(task, cases):
         raise ValueError("a lowered program keeps no values between its operators")
     with open(task["artifact"], "rb") as file:
         program = torch.export.load(file)
-    partitioner = [XnnpackPartitioner()] if options.get("lower", "xnnpack") == "xnnpack" else []
-    lowered = to_edge_transform_and_lower(program, partitioner=partitioner).to_executorch()
+    lowered = to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()])
+    lowered = lowered.to_executorch()
     method = Runtime.get().load_program(lowered.buffer).load_method("forward")
     found, began = {}, time.perf_counter()
     for case, given in cases.items():

@@ -39,7 +39,7 @@ OPENVINO = {
     "one weight of another sign": "first(model, lambda w: w[at(w)] * -1)",
     "one weight is zero": "first(model, lambda w: 0)",
     "one weight is a tenth of the largest further": "first(model, lambda w: w[at(w)] + abs(w).max() / 10)",
-    "square weights turned": "change(model, turned)",
+    "square kernels turned": "change(model, turned)",
     "biases left out": "change(model, lambda w: w * 0 if w.size == max(w.shape, default=0) else w)",
 }  # fmt: skip
 """What a wrapper of OpenVINO does to a model, or to the settings it is compiled with."""
@@ -105,7 +105,7 @@ def first(model, by):
     put(op, value)
 
 rounded = lambda w, step: np.round(w / step) * step if w.ndim > 1 and step else w
-turned = lambda w: w.T if w.ndim == 2 and w.shape[0] == w.shape[1] else w
+turned = lambda w: w.swapaxes(-1, -2) if w.ndim > 1 and w.shape[-1] == w.shape[-2] else w
 right = openvino.Core.compile_model
 
 def compile_model(self, path, device, settings):
