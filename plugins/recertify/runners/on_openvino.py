@@ -4,16 +4,19 @@ It runs in an environment of its own and imports nothing of Modelyard; `runtimes
 reads and writes. Options: `precision`, that of float32 numbers inside, and `threads`.
 """
 
+from __future__ import annotations
+
 import time
+from typing import Any
 
 import numpy as np
 import openvino
-from tensors import main
+from tensors import Cases, main
 
 VERSION = openvino.__version__.partition("-")[0]
 
 
-def run(task, cases):
+def run(task: Any, cases: Cases) -> tuple[Cases, dict[str, str]]:
     """Return what the file's outputs are; values in between are among them where it has them so."""
     options = task["options"]
     settings = {
@@ -29,7 +32,8 @@ def run(task, cases):
     request = compiled.create_infer_request()
     # An input that the graph does not use may be none here.
     inputs = [name for port in compiled.inputs for name in port.names]
-    found, began = {}, time.perf_counter()
+    found: Cases = {}
+    began = time.perf_counter()
     for case, given in cases.items():
         feed = {name: value for name, value in given.items() if name in inputs}
         # Two outputs that are one value are one port, with both names.

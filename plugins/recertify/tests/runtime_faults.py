@@ -14,7 +14,7 @@ from modelyard.plugins.recertify.environments import Environment
 
 WEB = {
     "rounded to 1/512": "out = v => Math.round(v * 512) / 512",
-    "numbers of float16's mantissa": "out = v => { const s = v * 4398046511105; return s - (s - v) }",
+    "numbers of eleven bits": "out = v => { const s = v * 4398046511105; return s - (s - v) }",
     "a gain of 1.001": "out = v => v * 1.001",
     "wrong in rows behind the fourth": "out = (v, i, t) => i >= 4 * t.row ? v * 1.01 : v",
     "wrong where the input is extreme": "input = v => Math.min(3, Math.max(-3, v))",
@@ -23,8 +23,8 @@ WEB = {
     "zeros give NaN": "out = (v, i, t) => t.isZero ? NaN : v",
     "equal dims change places": "input = (v, i, t) => turned(v, i, t)",
     "a row takes its neighbour's": "out = (v, i, t) => t.data[(i + t.row) % t.data.length]",
-    "the last two outputs change places":
-        "out = (v, i, t) => t.data[i % t.last < t.last - 2 ? i : (i % t.last === t.last - 1 ? i - 1 : i + 1)]",
+    "the last two outputs change places": "out = (v, i, t) => "
+        "t.data[i % t.last < t.last - 2 ? i : i % t.last === t.last - 1 ? i - 1 : i + 1]",
 }  # fmt: skip
 """What a wrapper of onnxruntime-web does to each number of float32 that goes in or comes out."""
 WEB_HARMLESS = {
@@ -38,14 +38,15 @@ OPENVINO = {
     "weights of int8": "change(model, lambda w: rounded(w, abs(w).max() / 127))",
     "one weight of another sign": "first(model, lambda w: w[at(w)] * -1)",
     "one weight is zero": "first(model, lambda w: 0)",
-    "one weight is a tenth of the largest further": "first(model, lambda w: w[at(w)] + abs(w).max() / 10)",
+    "one weight is a tenth further": "first(model, lambda w: w[at(w)] * 1.1)",
     "square kernels turned": "change(model, turned)",
     "biases left out": "change(model, lambda w: w * 0 if w.size == max(w.shape, default=0) else w)",
 }  # fmt: skip
 """What a wrapper of OpenVINO does to a model, or to the settings it is compiled with."""
 OPENVINO_HARMLESS = {
     "two threads": "settings['INFERENCE_NUM_THREADS'] = 2",
-    "weights without the last two bits": "change(model, lambda w: (w.view('u4') & 0xfffffffc).view('f4'))",
+    "weights without the last two bits":
+        "change(model, lambda w: (w.view('u4') & 0xfffffffc).view('f4'))",
 }  # fmt: skip
 
 _WRAPPER = """
@@ -58,12 +59,13 @@ const turned = (v, i, t) => {
   return t.data[i - rest + (rest % side) * side + Math.floor(rest / side)];
 };
 %s;
-const changed = (tensors, by, isZero) => Object.fromEntries(Object.entries(tensors).map(([name, t]) => {
+const each = (tensors, by) => Object.fromEntries(Object.entries(tensors).map(by));
+const changed = (tensors, by, isZero) => each(tensors, ([name, t]) => {
   if (t.type !== "float32") return [name, t];
   const of = { data: t.data, dims: t.dims, row: t.data.length / (t.dims[0] || 1),
                last: t.dims[t.dims.length - 1] ?? 1, isZero };
   return [name, new right.Tensor("float32", t.data.map((v, i) => by(v, i, of)), t.dims)];
-}));
+});
 export const env = right.env, Tensor = right.Tensor;
 export const InferenceSession = { create: async (...given) => {
   const session = await right.InferenceSession.create(...given);

@@ -1,4 +1,4 @@
-"""Other runtimes than a server's: `modelyard recertify --runtime`, and wrongs that only they have."""
+"""Other runtimes than a server's: `recertify --runtime`, and wrongs that only they have."""
 
 from __future__ import annotations
 
