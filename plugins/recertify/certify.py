@@ -436,13 +436,14 @@ def _first(
     layers |= json.loads(outcomes[0].told.get("values", "{}"))
     for name, value in one.items():
         found = other.get(name)
-        if found is None or found.shape != value.shape:
+        if found is None:
             continue
         apart = compare(value, found)["scaled"]
         if apart > first_tolerance(value.dtype):
             operator, layer = layers.get(name, ("", ""))
             of = ", ".join(filter(None, (operator, layer)))
-            return f'"{name}" ({of}), {type_name(value)}, by {apart:.1e} at {subject.probes[place]}'
+            by = f"by {apart:.1e}" if found.shape == value.shape else f"there {type_name(found)}"
+            return f'"{name}" ({of}), {type_name(value)}, {by} at {subject.probes[place]}'
     return "no value inside differs, as soon as each of them is looked at"
 
 
