@@ -27,6 +27,7 @@ from modelyard.archiver.replay import UNPACKED, replay
 from modelyard.archiver.report import Report, parse_report
 from modelyard.archiver.untrusted.container import OpenFile
 from modelyard.archiver.untrusted.json import parse_json
+from modelyard.archiver.verify import verify_archive
 from modelyard.exporter.prove.locate import expose, first_tolerance
 from modelyard.handlers.errors import HandlerError, UnsafeProgram
 from modelyard.handlers.judge.check import check
@@ -49,7 +50,7 @@ class Row:
 
     archive: Path
     digest: str
-    """Of the archive that was run; empty where it cannot be opened."""
+    """Digest of the archive that was run; empty where it cannot be opened."""
     environment: str
     verdict: str
     """`same bits`, `within`, `differs`, `not run`, or `untouched` where nothing of the archive runs
@@ -154,7 +155,7 @@ def recertify(paths: Sequence[Path], environments: Sequence[Environment]) -> Ite
     """Yield the rows of each archive; environments are made before.
 
     Raises:
-        ArchiveError: an environment cannot be made.
+        NothingCompared: an environment cannot be made.
     """
     for environment in environments:
         environment.build()
@@ -188,14 +189,11 @@ def certify(archive: Archive, folder: Path, environments: Sequence[Environment])
         (environment, [each for each in environment.runtimes if formats & {*each.formats}])
         for environment in environments
     ]
-    if not any(runtimes for _, runtimes in wanted):
-        for environment in environments:
-            yield _untouched(archive, environment, formats)
-        return
-    golden = _golden(archive, unpacked)
     for environment, runtimes in wanted:
         if not runtimes:
-            yield _untouched(archive, environment, formats)
+            why = f"it holds {', '.join(sorted(formats))}, which none of that runs"
+            yield Row(archive.path, archive.digest, environment.name, UNTOUCHED, why=why)
+    golden = _golden(archive, unpacked) if any(runtimes for _, runtimes in wanted) else []
     for name, report in reports.items():
         runs = [
             (environment, runtime)
@@ -237,29 +235,27 @@ def read_subject(archive: Archive, folder: Path, format: str) -> Subject:
 
 
 def _reports(archive: Archive) -> Iterator[tuple[str, Report]]:
-    """Yield the artifacts that the archive holds a proof of, with their reports."""
+    """Yield the artifacts that the archive holds a proof of, with their reports.
+
+    Raises:
+        ArchiveError: it holds none, one of something else, or one that nothing would differ by.
+    """
+    if problems := [each.problem for each in verify_archive(archive, run=False) if each.problem]:
+        raise ArchiveError("; ".join(problems))
     manifest, seal = archive.manifest, archive.manifest.modelyard
     named = {}
     if seal is not None and seal.report and manifest.serialized_file:
         named[manifest.serialized_file] = seal.report
         if seal.explain:
             named.setdefault(seal.explain.artifact, seal.explain.report)
-    for artifact, name in named.items():
-        report = parse_report(archive.read(name), Path(name))
-        if report.parity is not None and seal is not None:
-            if seal.digests[artifact] != report.artifact_sha256:
-                raise ArchiveError(f"{name} is the proof of another file than {artifact}")
-            yield artifact, report
-    if not named:
+    reports = {name: parse_report(archive.read(file), Path(file)) for name, file in named.items()}
+    proven = {name: report for name, report in reports.items() if report.parity is not None}
+    if not proven:
         raise ArchiveError(
-            "it holds no report of an export, so nothing says how far an answer may move; archive "
+            "it holds no proof of an export, so nothing says how far an answer may move; archive "
             "what `modelyard export` wrote"
         )
-
-
-def _untouched(archive: Archive, environment: Environment, formats: set[str]) -> Row:
-    why = f"it holds {', '.join(sorted(formats))}, which none of that runs"
-    return Row(archive.path, archive.digest, environment.name, UNTOUCHED, why=why)
+    yield from proven.items()
 
 
 def _golden(archive: Archive, unpacked: Path) -> list[Read]:
@@ -272,9 +268,7 @@ def _golden(archive: Archive, unpacked: Path) -> list[Read]:
     found = []
     for golden in seal.golden if seal else ():
         recorded = parse_json(archive.read(golden.expected)).get("model", {})
-        tensors = [restored(stated) for stated in recorded.get("inputs", ())]
-        inputs = [each for each in tensors if each is not None]
-        if not inputs or len(inputs) < len(tensors):
+        if not (inputs := _whole(recorded.get("inputs", ()))):
             return _replayed(unpacked, archive.manifest)
         found.append(Read(golden.request, inputs, recorded))
     return found
@@ -292,11 +286,13 @@ def _replayed(unpacked: Path, manifest: Manifest) -> list[Read]:
             raise ArchiveError(
                 f"{each.golden.request} gets another answer here already: {each.difference}"
             )
-    found = []
-    for each in results:
-        tensors = map(restored, each.seen.get("inputs", ()))
-        found.append(Read(each.golden.request, [one for one in tensors if one is not None], {}))
-    return found
+    return [Read(each.golden.request, _whole(each.seen.get("inputs", ())), {}) for each in results]
+
+
+def _whole(stated: Sequence[Mapping[str, str]]) -> list[Tensor]:
+    """Return tensors that are there whole: none where one is not."""
+    tensors = [tensor for each in stated if (tensor := restored(each)) is not None]
+    return tensors if len(tensors) == len(stated) else []
 
 
 def _subject(path: Path, report: Report, golden: Sequence[Read]) -> Subject:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -19,13 +20,13 @@ from pathlib import Path
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
-from modelyard.archiver.errors import ArchiveError, WrongUsage
+from modelyard.archiver.errors import NothingCompared, WrongUsage
 from modelyard.base.disk import build_once
 from modelyard.plugins.recertify.runtimes import RUNTIMES, Runtime
 
 HERE_PYTHON = Path(sys.executable)
 SHOWN_LINES = 3
-"""Of pip's last words, in an error."""
+"""Lines of pip's last words in an error."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Environment:
         """Make it, unless it is there.
 
         Raises:
-            ArchiveError: pip failed; nothing stays.
+            NothingCompared: pip failed; nothing stays.
         """
         if self.requirements:
             build_once(self.python.parents[1], self._build)
@@ -59,7 +60,7 @@ class Environment:
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
                 said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-                raise ArchiveError(
+                raise NothingCompared(
                     f"no environment with {self.name} can be made: "
                     f"{' | '.join(said[-SHOWN_LINES:])}"
                 )
@@ -139,4 +140,4 @@ def existing(python: Path) -> Environment:
     runtimes = tuple(each for each in RUNTIMES.values() if each.package in has)
     if not runtimes:
         raise WrongUsage(f"--in {python} has none of {', '.join(names)}")
-    return Environment(str(python), runtimes, python)
+    return Environment(str(python), runtimes, Path(shutil.which(python) or python).absolute())

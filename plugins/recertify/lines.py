@@ -56,7 +56,9 @@ def signed_until(archive: Archive, key: PrivateKey | None, trust: Trust | None) 
 
 def writable(rows: Sequence[Row]) -> Iterator[Row]:
     """Yield what a line can be written of: what ran, beside the versions that proved it."""
-    return (row for row in rows if row.verdict in (SAME, WITHIN, DIFFERS) and not row.note)
+    return (
+        row for row in rows if row.verdict in (SAME, WITHIN, DIFFERS) and row.there and not row.note
+    )
 
 
 def write(

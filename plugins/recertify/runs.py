@@ -45,7 +45,6 @@ class Program:
 class Outcome:
     """What a runner wrote; tensors stay in its files until they are asked for."""
 
-    files: tuple[Path, ...]
     places: tuple[tuple[Path, str], ...]
     """Case → its file, and its name there."""
     told: Mapping[str, str]
@@ -65,7 +64,7 @@ class Outcome:
 
     def discard(self) -> None:
         """Remove the files."""
-        for file in self.files:
+        for file, _ in self.places:
             file.unlink(missing_ok=True)
 
 
@@ -90,7 +89,6 @@ def run(
     Raises:
         DoesNotRun: the runner's own sentence.
     """
-    files: list[Path] = []
     places: list[tuple[Path, str]] = []
     told: dict[str, str] = {}
     seconds = 0.0
@@ -107,9 +105,8 @@ def run(
             told = _run(runtime, python, program, own, every_value)
             (own / "out.safetensors").rename(out)
         seconds += float(told.get("seconds", 0))
-        files.append(out)
         places += [(out, name) for name in names]
-    return Outcome(tuple(files), tuple(places), {**told, "seconds": f"{seconds:.3f}"})
+    return Outcome(tuple(places), {**told, "seconds": f"{seconds:.3f}"})
 
 
 def _chunks(cases: Iterable[Case]) -> Iterator[list[Case]]:

@@ -36,11 +36,11 @@ class Runtime:
     package: str = ""
     """What `--with` names it by; its version is the runtime's."""
     requirements: tuple[str, ...] = ()
-    """Of pip, beside those that `--with` gives."""
+    """What pip installs beside what `--with` gives."""
     command: tuple[str, ...] = ("{python}", "-s")
     """What the program and the task follow; `{python}` is the environment's interpreter."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Of every task."""
+    """Options of every task."""
 
 
 ONNXRUNTIME = Runtime("onnxruntime", ("onnx",), "on_onnxruntime.py", "onnxruntime", ("numpy",))

@@ -54,18 +54,19 @@ RULE = (
 )
 
 
-def format_web_page(path: Path, library: str) -> tuple[str, int]:
+def format_web_page(path: Path) -> tuple[str, int]:
     """Return the page of an archive, and how many cases it verifies.
+
+    onnxruntime-web is installed from npm where it is not yet.
 
     Args:
         path: an archive with an ONNX file and its report.
-        library: `onnxruntime-web`, perhaps with `==VERSION`; installed from npm where it is not.
 
     Raises:
         ArchiveError: there is nothing that a page could verify.
         HandlerError: the archive does not load here.
     """
-    environment = others.plan(library)
+    environment = others.plan("onnxruntime-web")
     environment.build()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="modelyard-")))

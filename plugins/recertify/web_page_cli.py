@@ -17,10 +17,6 @@ web_page_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 def web_page(
     archive: Annotated[Path, typer.Argument(metavar="ARCHIVE", help="It holds an ONNX file.")],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE.html")],
-    library: Annotated[
-        str,
-        typer.Option(metavar="NAME==VERSION", help="What runs the model in the page, from npm."),
-    ] = "onnxruntime-web",
 ) -> None:
     """Write one file that a browser opens: it verifies the archive's model there, then predicts.
 
@@ -31,7 +27,7 @@ def web_page(
     with exit_codes():
         with step_bar() as step:
             step("computing what is expected", 0, 1)
-            text, cases = format_web_page(archive, library)
+            text, cases = format_web_page(archive)
         output.write_text(text, encoding="utf-8")
         size = f"{output.stat().st_size / 1e6:.1f} MB"
         out.print(f"{output}: {cases} cases, {size}; nothing of it is fetched", soft_wrap=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from modelyard.archiver.errors import ArchiveError, WrongUsage
+from modelyard.archiver.errors import NothingCompared, WrongUsage
 from modelyard.archiver.untrusted.names import MANIFEST_NAME
 from modelyard.plugins.recertify.certify import recertify
 from modelyard.plugins.recertify.environments import Environment, existing, plan
@@ -48,10 +48,14 @@ def lean(digits_store: Path, tmp_path: Path) -> Path:
     return path
 
 
-def test_a_wrong_kernel_is_found_and_the_right_one_passes(lean: Path, tmp_path: Path) -> None:
-    right, wrong = interpreter(tmp_path / "a"), interpreter(tmp_path / "b", SCALED)
+def test_a_wrong_kernel_is_found_and_the_right_one_passes(
+    lean: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interpreter(tmp_path / "a")
+    wrong = interpreter(tmp_path / "b", SCALED)
+    monkeypatch.chdir(tmp_path)
     page = tmp_path / "page.html"
-    options = (f"--in={right}", f"--in={wrong}", f"--page={page}", "--json")
+    options = ("--in=a/bin/python", f"--in={wrong}", f"--page={page}", "--json")
 
     ran = modelyard("recertify", str(lean), *options)
 
@@ -130,7 +134,7 @@ def test_an_environment_that_cannot_be_made_leaves_nothing(
     environment = replace(planned, python=tmp_path / "own" / "any" / "bin" / "python")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
 
-    with pytest.raises(ArchiveError, match=r"with onnxruntime==0\.0\.1 can be made: "):
+    with pytest.raises(NothingCompared, match=r"with onnxruntime==0\.0\.1 can be made: "):
         environment.build()
 
     assert [path.name for path in (tmp_path / "own").iterdir()] == ["any.lock"]
