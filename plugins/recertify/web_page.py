@@ -42,7 +42,7 @@ from modelyard.serve.worker.load import load_service
 
 HERE_FOLDER = Path(__file__).parent
 MOST_BYTES = 8 << 20
-"""Of the values of all cases: what is beyond stays out of the page, the largest first."""
+"""Size of all cases in a page: what is beyond stays out, the largest first."""
 KINDS = ("float32", "float64", "int64", "int32", "int16", "int8", "uint8", "bool")
 """Dtypes that a page's arrays have."""
 SHOWN = ("image/png", "image/jpeg", "image/webp", "image/gif", "image/bmp")

@@ -20,7 +20,7 @@ def web_page(
 ) -> None:
     """Write one file that a browser opens: it verifies the archive's model there, then predicts.
 
-    Exit codes: 0 written; 2 wrong usage; 3 nothing to verify it by.
+    Exit codes: 0 written; 1 the archive cannot be verified in a page; 2 wrong usage.
     """
     from modelyard.plugins.recertify.web_page import format_web_page
 
