@@ -27,7 +27,7 @@ WRONG: dict[str, dict[str, str]] = {
     },
     "verify": {"--device": "zip"},
     "diff": {"--device": "zip", "--tolerance": "-1"},
-    "recertify": {"archives": "nowhere", "--with": "zip"},
+    "recertify": {"archives": "nowhere", "--with": "zip", "--runtime": "zip"},
     "serve start": {
         "--device": "zip", "--auth": "zip", "--log-format": "zip", "--log-level": "zip",
         "--port": "99999", "--workers": "9999", "--explain-share": "2",
