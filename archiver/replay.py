@@ -148,6 +148,41 @@ def replay(
     )
 
 
+def answer_again(
+    folder: Path,
+    manifest: Manifest,
+    batches: Sequence[Sequence[Mapping[str, Any]]],
+    *,
+    load: Mapping[str, Any],
+    threads: int,
+    device: str,
+) -> Mapping[str, Any]:
+    """Have the archive that is unpacked in `folder` answer batches that a worker had before.
+
+    Args:
+        batches: requests in the order of each: `head` and `body` in Base64, `flags`, `rows`.
+        load: what the LOAD message of that worker held besides; `batch_size` is needed.
+        threads: threads of that worker.
+
+    Returns:
+        `batches`, a `status` and a `body` in Base64 for each; `device`; `lacking`, of the walls.
+
+    Raises:
+        DoesNotRun: the archive does not load; the message is the worker's own.
+    """
+    seal = manifest.modelyard
+    result = _run_child({
+        "load": {**load, **_load_message(folder, manifest, device)},
+        "threads": threads,
+        "golden": [asdict(each) for each in (seal.golden if seal else ())],
+        "batches": [list(batch) for batch in batches],
+        **dict.fromkeys(("record", "parity", "reference")),
+    })  # fmt: skip
+    if "error" in result:
+        raise DoesNotRun(result["error"])
+    return result
+
+
 def _explained(found: Any) -> Explanations | str:
     return found if isinstance(found, str) else from_json(found)
 

@@ -203,6 +203,8 @@ class Worker(asyncio.BufferedProtocol):
         self._decoder = decoder_of_answers(pool.plan.max_answer_bytes, self._share.take)
         self._partial = (PREDICT, 0)
         """Kind and number of the replies of a batch whose others come in the next frame."""
+        self._ran: list[tuple[Call, wire.Item]] = []
+        """The same for `on_batch`."""
         self._transport: asyncio.Transport | None = None
         self._process: ChildProcess | None = None
         """What the server knows of it: the reaper of the process that runs the handler."""
@@ -238,6 +240,11 @@ class Worker(asyncio.BufferedProtocol):
         self._aside: dict[int, ReplySink] = {}
         self._aside_since = 0.0
         self._streams_aside: set[int] = set()
+
+    @property
+    def plan(self) -> WorkerPlan:
+        """What it was started with."""
+        return self._plan
 
     # -- life ----------------------------------------------------------------------------------
 
@@ -460,6 +467,8 @@ class Worker(asyncio.BufferedProtocol):
                         size = sum(each.id > 0 for each in frame) + self._partial[1]
                         batch = Batch(self.pid, size)
                     job.trace.ran(batch, now, queue_us, handler_us)
+                if self._pool.on_batch is not None:
+                    self._ran.append((job, item))
             if job.stream is not None:
                 if flags & wire.BROKEN:
                     job.fail(errors.StreamBroken(body.decode("utf-8", "replace")))
@@ -474,6 +483,9 @@ class Worker(asyncio.BufferedProtocol):
         if answered:
             for tell in self._pool.on_answer:
                 tell(answered)
+        if self._ran and self._pool.on_batch is not None and not frame[0].flags & wire.PARTIAL:
+            ran, self._ran = self._ran, []
+            self._pool.on_batch(self, ran)
         if self._partial[1]:
             kind, count = self._partial[0], self._partial[1] + count
         self._partial = (kind, count) if frame[0].flags & wire.PARTIAL else (PREDICT, 0)
@@ -625,10 +637,7 @@ class Worker(asyncio.BufferedProtocol):
             id = self._next_id = self._next_id % 0xFFFFFFFF + 1
             self.flight[id] = job
             self.held[job.kind] += job.rows
-            flags = job.flags
-            flags |= wire.EXPLAIN if job.kind == EXPLAIN else 0
-            flags |= wire.ALONE if job.retried else 0
-            frame.add(id, job.rows, flags, job.head, job.parts, now_us)
+            frame.add(id, job.rows, flags_of(job), job.head, job.parts, now_us)
         if not is_next:
             self.busy_since = self.began_at = self._pool.clock.read(monotonic())
             self.running = rows
@@ -651,6 +660,12 @@ class Worker(asyncio.BufferedProtocol):
     def takes_work(self) -> bool:
         """Whether it may be given anything new."""
         return self.is_ready and not (self.is_alone or self.is_reserved or self.is_closing)
+
+
+def flags_of(job: Call) -> int:
+    """Return a job's flags of `wire`, as its worker gets them now."""
+    explain = wire.EXPLAIN if job.kind == EXPLAIN else 0
+    return job.flags | explain | (wire.ALONE if job.retried else 0)
 
 
 def decoder_of_answers(

@@ -12,7 +12,9 @@ The archiver has it run, for a dry run before an archive is written and to verif
                   "reference": path of the requests whose reasons are averaged, or null,
                   "explained": {"requests": [{"file": …, "content_type": …}, …], "budget_s": …}
                                of the requests whose explanations are measured, or null,
-                  "doubts": whether to end where nothing says what the model's numbers are}
+                  "doubts": whether to end where nothing says what the model's numbers are,
+                  "threads": how many; those of this process where it is absent,
+                  "batches": what is answered as a worker did, of `archiver.replay`, if any}
     result.json  {"device": …, "lacking": [name of a wall that does not stand, …],
                   "golden": [{"answer": …, "difference": text or null,
                               "seen": what is added to what is expected}, …],
@@ -20,13 +22,15 @@ The archiver has it run, for a dry run before an archive is written and to verif
                   "coverage": {change of the pipeline: what an example that notices it must have,
                                "" where one does}, where it was recorded,
                   "reference": the content of `archiver.reference`'s file, where there is a path,
-                  "explained": the content of `archiver.explanations`' file, or why there is none}
+                  "explained": the content of `archiver.explanations`' file, or why there is none,
+                  "batches": [[{"status": …, "body": in Base64}, …], …]}
                  or {"error": why the archive does not load}
 """
 
 from __future__ import annotations
 
 import json
+from base64 import b64decode, b64encode
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -39,8 +43,10 @@ from modelyard.archiver.ranges import ranges_of
 from modelyard.archiver.reference import format_reference, make_reference, read_requests
 from modelyard.base.answers import differences, pair_up
 from modelyard.handlers.errors import HandlerError, LoadError
+from modelyard.serve.dataplane import wire
 from modelyard.serve.worker import load
 from modelyard.serve.worker.golden import answer_golden, compare_golden, value_of, watched
+from modelyard.serve.worker.loop import answer_batch
 
 DEFAULT_BATCH_SIZE = 8
 _DRAWS = 4
@@ -58,13 +64,17 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
     Raises:
         Exception: whatever loading raises.
     """
-    message = {**task["load"], "worker": 1, "batch_size": _batch_size(task)}
+    size = task["load"].get("batch_size") or _batch_size(task)
+    message = {**task["load"], "worker": 1, "batch_size": size}
     service = load.load_service(message)
     seen: list[Any] = []
     golden = [
         _replay(service, example, i, seen, is_recorded=task["record"])
         for i, example in enumerate(task["golden"])
     ]
+    if batches := task.get("batches"):
+        answered = [_answer(service, batch) for batch in batches]
+        return {"device": service.device, "lacking": task["lacking"], "batches": answered}
     if task.get("doubts") and not any(each["difference"] for each in golden):
         _refuse_doubts(service.handler, seen[:MOST_TRIED])
     result: dict[str, Any] = {
@@ -86,6 +96,18 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
 
         result["parity"] = compare(Path(message["folder"]), task["parity"], service.device)
     return result
+
+
+def _answer(service: load.Service, batch: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    items = [
+        wire.Item(number, each["rows"], each["flags"], b64decode(each["head"]),
+                  bytearray(b64decode(each["body"])))
+        for number, each in enumerate(batch, 1)
+    ]  # fmt: skip
+    return [
+        {"status": answer.status, "body": b64encode(answer.body).decode()}
+        for answer in answer_batch(service, items)
+    ]
 
 
 def _explain_reference(service: load.Service, place: Path) -> str:
