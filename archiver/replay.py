@@ -79,6 +79,8 @@ class Replay:
     """What was measured of explanations, or why nothing was; None where nobody asked."""
     lacking: tuple[str, ...] = ()
     """Walls that did not stand around it."""
+    batches: Sequence[Sequence[Mapping[str, Any]]] = ()
+    """Of each batch that was given, a `status` and a `body` in Base64 for each request."""
 
 
 def replay(
@@ -93,6 +95,9 @@ def replay(
     budget_s: float | None = None,
     device: str = "auto",
     doubts: bool = False,
+    batches: Sequence[Sequence[Mapping[str, Any]]] = (),
+    load: Mapping[str, Any] | None = None,
+    threads: int | None = None,
 ) -> Replay:
     """Load the archive that is unpacked in `folder`, and answer its golden requests.
 
@@ -110,6 +115,10 @@ def replay(
         budget_s: time that this may take; as long as it takes without.
         doubts: whether to end where nothing says what the model's numbers are.
         device: auto, cpu, cuda or cuda:N.
+        batches: what workers had before, to be answered again: of each request in the order of its
+            batch `head` and `body` in Base64, `flags` and `rows`, as a frame has them.
+        load: what their LOAD message held besides, as `batch_size`.
+        threads: threads of the worker; by default those of this process.
 
     Raises:
         DoesNotRun: the archive does not load; the message is the worker's own.
@@ -117,7 +126,9 @@ def replay(
     golden = manifest.modelyard.golden if manifest.modelyard else ()
     signature = manifest.modelyard.signature if manifest.modelyard else None
     task = {
-        "load": _load_message(folder, manifest, device),
+        "load": {**(load or {}), **_load_message(folder, manifest, device)},
+        "threads": threads,
+        "batches": batches,
         "proven_batch": signature.proven_batch if signature else None,
         "golden": [
             asdict(each) | ({"expected": None} if each in (unanswered or ()) else {})
@@ -145,42 +156,8 @@ def replay(
         reference=result["reference"].encode() if reference else None,
         explained=_explained(result["explained"]) if explained else None,
         lacking=tuple(result["lacking"]),
+        batches=result["batches"],
     )
-
-
-def answer_again(
-    folder: Path,
-    manifest: Manifest,
-    batches: Sequence[Sequence[Mapping[str, Any]]],
-    *,
-    load: Mapping[str, Any],
-    threads: int,
-    device: str,
-) -> Mapping[str, Any]:
-    """Have the archive that is unpacked in `folder` answer batches that a worker had before.
-
-    Args:
-        batches: requests in the order of each: `head` and `body` in Base64, `flags`, `rows`.
-        load: what the LOAD message of that worker held besides; `batch_size` is needed.
-        threads: threads of that worker.
-
-    Returns:
-        `batches`, a `status` and a `body` in Base64 for each; `device`; `lacking`, of the walls.
-
-    Raises:
-        DoesNotRun: the archive does not load; the message is the worker's own.
-    """
-    seal = manifest.modelyard
-    result = _run_child({
-        "load": {**load, **_load_message(folder, manifest, device)},
-        "threads": threads,
-        "golden": [asdict(each) for each in (seal.golden if seal else ())],
-        "batches": [list(batch) for batch in batches],
-        **dict.fromkeys(("record", "parity", "reference")),
-    })  # fmt: skip
-    if "error" in result:
-        raise DoesNotRun(result["error"])
-    return result
 
 
 def _explained(found: Any) -> Explanations | str:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from hashlib import sha256
 from typing import Annotated, Any, NamedTuple
 
 from fastapi import APIRouter, Path, Query
 
-from modelyard.plugins.incidents.file import describe, time_of
+from modelyard.plugins.incidents.file import describe, id_of, time_of
 from modelyard.serve.api.description import error_responses
 from modelyard.serve.control.register import Report
 from modelyard.serve.control.registry import ModelVersion
@@ -24,34 +24,11 @@ from modelyard.serve.errors import Conflict, NoSuchRoute
 from modelyard.serve.http.connection import RequestResponseCycle
 from modelyard.serve.observers import Host
 
-BATCH_BYTES = 400
-"""Memory of a batch beside its rows, and of a row beside its head and what it holds, about."""
-ROW_BYTES = 500
-
-
-class Row(NamedTuple):
-    """One request of a batch, and its answer."""
-
-    head: bytes
-    flags: int
-    rows: int
-    sha256: bytes
-    size: int
-    status: int
-    answer_sha256: bytes | None
-    """None of a streamed answer."""
-    queue_us: int
-    handler_us: int
-    body: bytes | None = None
-    answer: bytes | None = None
-
-
-class Served(NamedTuple):
-    """What answered."""
-
-    name: str
-    version: str
-    digest: str
+BATCH_BYTES, ROW_BYTES = 400, 500
+"""Memory of a batch beside its rows, and of a row beside its head and what is kept of it, about."""
+Row = tuple[bytes, int, int, bytes, int, int, bytes | None, int, int, bytes | None, bytes | None]
+"""Head, flags, rows, SHA-256 and size of the body; status and SHA-256 of the answer (None of a
+streamed one), microseconds in the queue and in the handler; body and answer where they are kept."""
 
 
 class Batch(NamedTuple):
@@ -59,9 +36,10 @@ class Batch(NamedTuple):
 
     at: float
     """Time of `time.time()` when its answers had come."""
-    served: Served
+    model: Mapping[str, str]
+    """Name, version and digest."""
     plan: WorkerPlan
-    worker: dict[str, Any]
+    worker: Mapping[str, Any]
     """What the worker said when it was ready, its number and its process."""
     batch_us: int
     rows: Sequence[Row]
@@ -82,26 +60,25 @@ class Store:
         self._batches: deque[Batch] = deque()
         self.answers = self.size = 0
 
-    def add(self, served: Served, worker: Worker, ran: Sequence[tuple[Call, wire.Item]]) -> None:
+    def add(
+        self, model: Mapping[str, str], worker: Worker, ran: Sequence[tuple[Call, wire.Item]]
+    ) -> None:
         """Remember a batch that was run just now; the oldest make room for it."""
-        rows, size, keeps = [], BATCH_BYTES, self.keeps
+        held = sum(sum(map(len, job.parts)) + len(item.body) for job, item in ran)
+        heads = sum(ROW_BYTES + len(job.head) for job, _ in ran)
+        keeps = self.keeps and BATCH_BYTES + heads + held <= self._most_bytes
+        rows: list[Row] = []
         for job, item in ran:
-            body = hashlib.sha256(job.parts[0] if job.parts else b"")
-            for part in job.parts[1:]:
-                body.update(part)
-            length = sum(map(len, job.parts))
-            answer = None if job.stream is not None else hashlib.sha256(item.body).digest()
-            kept = (b"".join(job.parts), bytes(item.body)) if keeps else (None, None)
-            rows.append(Row(
-                job.head, flags_of(job), job.rows, body.digest(), length, item.code, answer,
-                item.queue_us, item.handler_us, *kept,
+            body = b"".join(job.parts)
+            answer = None if job.stream is not None else sha256(item.body).digest()
+            rows.append((
+                job.head, flags_of(job), job.rows, sha256(body).digest(), len(body), item.code,
+                answer, item.queue_us, item.handler_us,
+                *((body, bytes(item.body)) if keeps else (None, None)),
             ))  # fmt: skip
-            size += ROW_BYTES + len(job.head) + (length + len(item.body) if keeps else 0)
-        if size > self._most_bytes:
-            rows = [row._replace(body=None, answer=None) for row in rows]
-            size = BATCH_BYTES + sum(ROW_BYTES + len(row.head) for row in rows)
         said = {**worker.loaded.result(), "number": worker.number, "pid": worker.pid}
-        batch = Batch(time.time(), served, worker.plan, said, ran[0][1].batch_us, rows, size)
+        size = BATCH_BYTES + heads + (held if keeps else 0)
+        batch = Batch(time.time(), model, worker.plan, said, ran[0][1].batch_us, rows, size)
         self._batches.append(batch)
         self.answers += len(rows)
         self.size += size
@@ -112,12 +89,11 @@ class Store:
 
     def find(self, id: str) -> list[tuple[Batch, int]]:
         """Return the batches in which an answer of this id came about, and its place in each."""
-        needle = id.encode()
         return [
             (batch, at)
             for batch in self._batches
-            for at, row in enumerate(batch.rows)
-            if needle in row.head and wire.unpack_meta(row.head)[2] == needle
+            for at, (head, *_) in enumerate(batch.rows)
+            if id.encode() in head and id_of(head) == id
         ]
 
 
@@ -131,20 +107,17 @@ class Incidents:
         if not settings.incidents:
             return
         store = Store(settings.incidents, settings.incident_bytes, settings.incident_inputs)
-        self._store = store
+        self._store, add = store, host.metrics.add
+        text = "Answers of which is remembered how they came about."
+        add(GAUGE, "incident_answers", (), text).watch(lambda: store.answers)
+        add(GAUGE, "incident_bytes", (), "Memory of that.").watch(lambda: store.size)
         host.lifecycle.registry.on_change.append(self._changed)
         self.routers = [incident_routes(store)]
-        for name, text, read in (
-            ("incident_answers", "Answers of which is remembered how they came about.",
-             lambda: store.answers),
-            ("incident_bytes", "Memory of that.", lambda: store.size),
-        ):  # fmt: skip
-            host.metrics.add(GAUGE, name, (), text).watch(read)
 
     def _changed(self, model: ModelVersion, is_there: bool) -> None:
-        served = Served(model.name, model.version, model.digest)
+        about = {"name": model.name, "version": model.version, "archive_sha256": model.digest}
         for pool in model.pools if is_there else ():
-            pool.on_batch = partial(self._store.add, served)
+            pool.on_batch = partial(self._store.add, about)
 
     def owns(self, path: str) -> bool:
         """Answer nothing beside the routes."""

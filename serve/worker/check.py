@@ -13,8 +13,8 @@ The archiver has it run, for a dry run before an archive is written and to verif
                   "explained": {"requests": [{"file": …, "content_type": …}, …], "budget_s": …}
                                of the requests whose explanations are measured, or null,
                   "doubts": whether to end where nothing says what the model's numbers are,
-                  "threads": how many; those of this process where it is absent,
-                  "batches": what is answered as a worker did, of `archiver.replay`, if any}
+                  "threads": how many, or null,
+                  "batches": what workers had before, to be answered again}
     result.json  {"device": …, "lacking": [name of a wall that does not stand, …],
                   "golden": [{"answer": …, "difference": text or null,
                               "seen": what is added to what is expected}, …],
@@ -64,17 +64,13 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
     Raises:
         Exception: whatever loading raises.
     """
-    size = task["load"].get("batch_size") or _batch_size(task)
-    message = {**task["load"], "worker": 1, "batch_size": size}
+    message = {"batch_size": _batch_size(task), **task["load"], "worker": 1}
     service = load.load_service(message)
     seen: list[Any] = []
     golden = [
         _replay(service, example, i, seen, is_recorded=task["record"])
         for i, example in enumerate(task["golden"])
     ]
-    if batches := task.get("batches"):
-        answered = [_answer(service, batch) for batch in batches]
-        return {"device": service.device, "lacking": task["lacking"], "batches": answered}
     if task.get("doubts") and not any(each["difference"] for each in golden):
         _refuse_doubts(service.handler, seen[:MOST_TRIED])
     result: dict[str, Any] = {
@@ -82,6 +78,7 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
         "lacking": task["lacking"],
         "golden": golden,
         "parity": None,
+        "batches": [_answer_again(service, batch) for batch in task["batches"]],
     }
     if task["record"] and golden and all("seen" in each for each in golden):
         result["coverage"] = _cover(service, task["golden"][:MOST_TRIED], golden)
@@ -98,16 +95,13 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _answer(service: load.Service, batch: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    items = [
-        wire.Item(number, each["rows"], each["flags"], b64decode(each["head"]),
-                  bytearray(b64decode(each["body"])))
-        for number, each in enumerate(batch, 1)
-    ]  # fmt: skip
-    return [
-        {"status": answer.status, "body": b64encode(answer.body).decode()}
-        for answer in answer_batch(service, items)
-    ]
+def _answer_again(service: load.Service, batch: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    items = []
+    for number, each in enumerate(batch, 1):
+        head, body = b64decode(each["head"]), bytearray(b64decode(each["body"]))
+        items.append(wire.Item(number, each["rows"], each["flags"], head, body))
+    answers = answer_batch(service, items)
+    return [{"status": a.status, "body": b64encode(a.body).decode()} for a in answers]
 
 
 def _explain_reference(service: load.Service, place: Path) -> str:
