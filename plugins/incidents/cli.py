@@ -1,7 +1,5 @@
 """The commands `modelyard incident` and `modelyard replay`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -26,7 +24,7 @@ _BODY = "A request or an answer of which FILE has the digest alone. May be repea
 
 @asks(incident_app)
 def incident(
-    at: Endpoint,
+    at: "Endpoint",
     json_output: bool,
     id: Annotated[str, typer.Argument(metavar="ID", help="The answer's X-Request-Id.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write (JSON).")],

@@ -28,16 +28,7 @@ if TYPE_CHECKING:
 
 KEY, FORMAT = "modelyard_incident", 1
 MOST_BYTES = 1 << 30
-PACKAGES = [
-    "modelyard",
-    "torch",
-    "onnxruntime",
-    "numpy",
-    "captum",
-    "transformers",
-    "tokenizers",
-    "pillow",
-]
+PACKAGES = ("modelyard", "torch", "onnxruntime", "numpy", "captum", "transformers", "pillow")
 """What may change the bits of an answer."""
 SETS = ("sse4", "avx", "fma", "f16c", "amx", "asimd", "sve", "bf16", "i8mm")
 """Beginnings of the names of instruction sets that kernels are chosen by."""
@@ -183,12 +174,8 @@ def _check(fields: Fields) -> None:
     load, batch, place = worker.object("load"), fields.objects("batch"), fields.integer("place")
     model.sha256("archive_sha256")
     worker.boolean("steps")
-    for name, source in (
-        ("name", model),
-        ("version", model),
-        *((n, machine) for n in machine.values),
-    ):
-        source.text(name)
+    for source, names in ((model, ("name", "version")), (machine, machine.values)):
+        list(map(source.text, names))
     if not re.fullmatch(r"cpu|cuda:\d{1,4}", device := worker.text("device")):
         worker.wrong("device", "cpu or cuda:N", device)
     if not 1 <= (threads := worker.integer("threads")) <= 1 << 16:

@@ -16,10 +16,15 @@ from urllib.parse import quote
 import httpx
 import pytest
 import yaml
+from typer.testing import CliRunner
 
 from modelyard.archiver import write_archive
-from modelyard.plugins.incidents.file import digest_of, read_incident
+from modelyard.archiver.errors import ArchiveError
+from modelyard.plugins.incidents.cli import incident_app, replay_app
+from modelyard.plugins.incidents.file import BadIncident, digest_of, read_incident
 from modelyard.plugins.incidents.replay import replay_incidents
+from modelyard.serve.errors import WrongUsage
+from modelyard.serve.settings import load_settings
 from tests.serve.live import LiveServer, running
 from tests.shared import DIGITS, FILES
 
@@ -264,10 +269,144 @@ def test_whatever_is_changed_in_a_file_is_noticed(server: LiveServer, tmp_path: 
 
 
 def is_accepted(server: LiveServer, document: Document, folder: Path) -> bool:
-    from modelyard.archiver.errors import ArchiveError
-
     try:
         replay(server, document, folder=folder)
     except ArchiveError:
         return False
     return True
+
+
+# -- bounds, ids, and what is not kept -----------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def bounded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """A server that remembers twenty answers by their digests alone."""
+    folder = tmp_path_factory.mktemp("bounded")
+    write_mixes(folder, folder / "store")
+    option = start_options(folder, incidents=20)
+    with running(folder / "state", folder / "store", option, "--models=mixes") as server:
+        yield server
+
+
+def ask(server: LiveServer, id: str, body: str = "hello") -> httpx.Response:
+    return server.predict("mixes", body, headers={"x-request-id": id})
+
+
+def test_a_flood_of_ids_leaves_the_latest_alone(bounded: LiveServer) -> None:
+    ids = [f"flood-{number}" for number in range(500)]
+    with ThreadPoolExecutor(16) as threads:
+        for answer in threads.map(partial(ask, bounded), ids):
+            assert answer.status_code == 200
+    assert 0 < bounded.metric("modelyard_incident_answers") <= 20
+    assert bounded.metric("modelyard_incident_bytes") < 20 * 2000
+    found = [bounded.management.get(f"/incidents/{id}").status_code for id in ids]
+    assert 0 < found.count(200) <= 20
+    assert found.count(404) == 500 - found.count(200)
+
+
+def test_an_id_that_was_sent_twice_names_both_answers(bounded: LiveServer) -> None:
+    for body in ("one", "two"):
+        assert ask(bounded, "twice", body).status_code == 200
+    refused = bounded.management.get("/incidents/twice")
+    assert refused.status_code == 409
+    assert "2 answers have the id twice" in refused.text
+    times = refused.json()["message"].partition("at: ")[2].split(", ")
+    found = [fetch(bounded, "twice", at=time) for time in times]
+    bodies = [each["batch"][each["place"]]["body_sha256"] for each in found]
+    assert bodies == [hashlib.sha256(body).hexdigest() for body in (b"one", b"two")]
+    assert bounded.management.get("/incidents/twice", params={"at": "now"}).status_code == 404
+
+
+@pytest.mark.parametrize("id", ["a:b.c_d-e", "x" * 128, "..", "0"])
+def test_ids_with_odd_characters_lead_to_their_answers(bounded: LiveServer, id: str) -> None:
+    assert ask(bounded, id).headers["x-request-id"] == id
+    wanted = quote(id, safe="").replace(".", "%2E")  # a client would take `..` for a folder
+    assert bounded.management.get(f"/incidents/{wanted}").json()["id"] == id
+
+
+@pytest.mark.parametrize("id", ["a/b", "x" * 129, "Ü", "a b"])
+def test_an_id_that_is_none_is_replaced(bounded: LiveServer, id: str) -> None:
+    answer = bounded.client.post(
+        "/predictions/mixes", content=b"odd", headers={b"x-request-id": id.encode()}
+    )
+    own = answer.headers["x-request-id"]
+    assert own != id
+    assert fetch(bounded, own)["id"] == own
+
+
+def test_only_operators_read_incidents(bounded: LiveServer) -> None:
+    ask(bounded, "secret")
+    url = f"{bounded.about['management']}/incidents/secret"
+    assert httpx.get(url).status_code == 401
+    inference = {"Authorization": f"Bearer {bounded.inference_token}"}
+    assert httpx.get(url, headers=inference).status_code in (401, 403)
+    assert bounded.client.get("/incidents/secret").status_code == 404
+
+
+def test_without_the_setting_nothing_of_a_client_is_in_the_file(bounded: LiveServer) -> None:
+    answer = bounded.client.post(
+        "/predictions/mixes?patient=jane", content=b"private words",
+        headers={"x-request-id": "shy", "cookie": "session=1234", "content-type": "application/x-scan"},
+    )  # fmt: skip
+    assert answer.status_code == 200
+    found = fetch(bounded, "shy")
+    own = found["batch"][found["place"]]
+    assert (own["body"], own["answer"], own["head_is_whole"]) == (None, None, False)
+    text = json.dumps(found) + b64decode(own["head"]).decode()
+    assert not [each for each in ("jane", "1234", "private") if each in text]
+    assert "application/x-scan" in text
+
+
+def command(app: Any, *words: str | Path, code: int) -> str:
+    ran = CliRunner().invoke(app, list(map(str, words)))
+    assert ran.exit_code == code, (ran.output, ran.exception)
+    return ran.output
+
+
+def test_the_commands_write_a_file_and_replay_it(bounded: LiveServer, tmp_path: Path) -> None:
+    answer, file, body = ask(bounded, "told", "some words"), tmp_path / "i.json", tmp_path / "body"
+    state = f"--state-dir={bounded.state_dir}"
+    said = command(incident_app, "told", "-o", file, state, code=0)
+    assert "how the answer told came about" in said
+    assert "nothing is remembered" in command(incident_app, "none", "-o", file, state, code=1)
+    lacking = command(replay_app, file, "--model-store", bounded.store, code=3)
+    assert hashlib.sha256(b"some words").hexdigest() in lacking
+    body.write_bytes(b"some words")
+    archive = bounded.store / "mixes.mar"
+    found = command(replay_app, file, "--archive", archive, "--body", body, "--json", code=0)
+    outcome = json.loads(found)[0]
+    assert (outcome["verdict"], outcome["elsewhere"]) == ("same", [])
+    body.write_bytes(b"other words")
+    command(replay_app, file, "--archive", archive, "--body", body, code=3)
+    body.write_bytes(b"some words")
+    other = write_mixes(tmp_path, tmp_path / "store", more="# another weight\n")
+    refused = command(replay_app, file, "--archive", other, "--body", body, code=1)
+    assert "the incident is of mixes" in " ".join(refused.split())
+    command(replay_app, file, "--model-store", tmp_path / "store", "--body", body, code=1)
+    assert answer.text.startswith("some words after")
+
+
+def test_a_torn_or_strange_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "i.json"
+    for content in (b"", b"{", b"[]", b"{}", b"\xff", b'{"modelyard_incident": 1}', b"[" * 99):
+        file.write_bytes(content)
+        with pytest.raises(BadIncident):
+            read_incident(file)
+    with pytest.raises(BadIncident):
+        read_incident(tmp_path / "absent.json")
+
+
+def test_several_servers_do_not_remember() -> None:
+    with pytest.raises(WrongUsage, match="servers is 2"):
+        load_settings({"incidents": 5, "servers": 2}, None, {})
+
+
+def test_without_the_setting_there_is_no_route_and_nothing_listens(
+    shared_server: LiveServer,
+) -> None:
+    answer = shared_server.management.get("/incidents/any")
+    assert answer.status_code == 404
+    assert "remembered" not in answer.text
+    assert "/incidents/{id}" not in shared_server.management.get("/openapi.json").json()["paths"]
+    assert "incident_answers" not in shared_server.metrics.get("/metrics").text
