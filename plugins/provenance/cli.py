@@ -29,7 +29,7 @@ class BillFormat(StrEnum):
 
 
 @provenance_app.command(
-    epilog="Example: modelyard provenance attest digits.mar --sign release.key -o digits.parity.json"
+    epilog="Example: modelyard provenance attest digits.mar --sign release.key -o parity.json"
 )
 def attest(
     archive: ArchiveArgument,
@@ -61,7 +61,7 @@ def attest(
 
 
 @provenance_app.command(
-    epilog="Example: modelyard provenance verify digits.parity.json digits.mar --public-key release.pub"
+    epilog="Example: modelyard provenance verify parity.json digits.mar --public-key release.pub"
 )
 def verify(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Of `provenance attest`.")],

@@ -347,7 +347,7 @@ def test_only_operators_read_incidents(bounded: LiveServer) -> None:
 def test_without_the_setting_nothing_of_a_client_is_in_the_file(bounded: LiveServer) -> None:
     answer = bounded.client.post(
         "/predictions/mixes?patient=jane", content=b"private words",
-        headers={"x-request-id": "shy", "cookie": "session=1234", "content-type": "application/x-scan"},
+        headers={"x-request-id": "shy", "cookie": "session=1234", "content-type": "image/x"},
     )  # fmt: skip
     assert answer.status_code == 200
     found = fetch(bounded, "shy")
@@ -355,7 +355,7 @@ def test_without_the_setting_nothing_of_a_client_is_in_the_file(bounded: LiveSer
     assert (own["body"], own["answer"], own["head_is_whole"]) == (None, None, False)
     text = json.dumps(found) + b64decode(own["head"]).decode()
     assert not [each for each in ("jane", "1234", "private") if each in text]
-    assert "application/x-scan" in text
+    assert "image/x" in text
 
 
 def command(app: Any, *words: str | Path, code: int) -> str:
