@@ -49,7 +49,7 @@ def describe(batch: Batch, place: int, keeps: bool) -> dict[str, Any]:
     Args:
         keeps: whether requests and answers were to be kept themselves.
     """
-    load, ready = batch.plan.load, batch.worker
+    load, (ready, number, pid) = batch.plan.load, batch.worker
     seal = (load["manifest"] or {}).get("modelyard", {})
     pins = map(parse_pin, seal.get("requirements", ()) if load["interpreter"] else ())
     document: dict[str, Any] = {
@@ -61,7 +61,7 @@ def describe(batch: Batch, place: int, keeps: bool) -> dict[str, Any]:
         "batch": [_describe(row, keeps) for row in batch.rows],
         "batch_us": batch.batch_us,
         "worker": {
-            **{name: ready[name] for name in ("pid", "number", "device", "steps")},
+            **{"pid": pid, "number": number, "device": ready["device"], "steps": ready["steps"]},
             "threads": int(batch.plan.environment["OMP_NUM_THREADS"]),
             "load": {name: load[name] for name in LOAD if load.get(name) is not None},
         },

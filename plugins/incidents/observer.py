@@ -39,7 +39,7 @@ class Batch(NamedTuple):
     model: Mapping[str, str]
     """Name, version and digest."""
     plan: WorkerPlan
-    worker: Mapping[str, Any]
+    worker: tuple[Mapping[str, Any], int, int]
     """What the worker said when it was ready, its number and its process."""
     batch_us: int
     rows: Sequence[Row]
@@ -64,20 +64,24 @@ class Store:
         self, model: Mapping[str, str], worker: Worker, ran: Sequence[tuple[Call, wire.Item]]
     ) -> None:
         """Remember a batch that was run just now; the oldest make room for it."""
-        held = sum(sum(map(len, job.parts)) + len(item.body) for job, item in ran)
-        heads = sum(ROW_BYTES + len(job.head) for job, _ in ran)
-        keeps = self.keeps and BATCH_BYTES + heads + held <= self._most_bytes
         rows: list[Row] = []
-        for job, item in ran:
-            body = b"".join(job.parts)
-            answer = None if job.stream is not None else sha256(item.body).digest()
+        keeps, size, held = self.keeps, BATCH_BYTES, 0
+        for job, item in ran:  # once for every answer
+            parts, answer = job.parts, item.body
+            body = parts[0] if len(parts) == 1 else b"".join(parts)
+            digest = sha256(answer).digest() if job.stream is None else None
+            kept = (bytes(body), bytes(answer)) if keeps else (None, None)
             rows.append((
                 job.head, flags_of(job), job.rows, sha256(body).digest(), len(body), item.code,
-                answer, item.queue_us, item.handler_us,
-                *((body, bytes(item.body)) if keeps else (None, None)),
+                digest, item.queue_us, item.handler_us, *kept,
             ))  # fmt: skip
-        said = {**worker.loaded.result(), "number": worker.number, "pid": worker.pid}
-        size = BATCH_BYTES + heads + (held if keeps else 0)
+            size += ROW_BYTES + len(job.head)
+            held += len(body) + len(answer)
+        if keeps and size + held <= self._most_bytes:
+            size += held
+        elif keeps:
+            rows = [(*row[:-2], None, None) for row in rows]
+        said = worker.loaded.result(), worker.number, worker.pid
         batch = Batch(time.time(), model, worker.plan, said, ran[0][1].batch_us, rows, size)
         self._batches.append(batch)
         self.answers += len(rows)
