@@ -32,5 +32,4 @@ def find_source(location: str | Path) -> Fetch | None:
     """Return what fetches a location; None for a path."""
     scheme, _, rest = str(location).partition(":")
     entry = registered("sources").get(scheme) if rest.startswith("/") else None
-    fetch: Fetch | None = entry.load() if entry else None
-    return fetch
+    return entry.load() if entry else None

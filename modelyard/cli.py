@@ -1,14 +1,14 @@
 """The one command. It names the subcommands and imports a package only when its command runs."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import os
 import sys
+import tomllib
 from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -16,43 +16,8 @@ from typer.core import TyperOption
 
 from modelyard.base.plugins import Command, registered
 
-COMMANDS = {
-    "export": Command("modelyard.exporter.cli", "app", "Turn a checkpoint into proven artifacts."),
-    "bench": Command("modelyard.exporter.bench.cli", "app", "Measure artifacts on this machine."),
-    "inspect": Command(
-        "modelyard.exporter.inspect_cli", "inspect_app", "Describe what a file is and holds."
-    ),
-    "archive": Command(
-        "modelyard.archiver.cli", "archive_app", "Package an artifact with its handler."
-    ),
-    "verify": Command(
-        "modelyard.archiver.cli", "verify_app", "Check an archive: digests, answers, parity."
-    ),
-    "diff": Command("modelyard.archiver.cli", "diff_app", "Compare the answers of two archives."),
-    "keygen": Command(
-        "modelyard.archiver.cli", "keygen_app", "Make a key pair to sign archives with."
-    ),
-    "serve": Command("modelyard.serve.cli", "serve_app", "Start, stop and look at the server."),
-    "models": Command(
-        "modelyard.serve.tools.models_cli",
-        "models_app",
-        "List, register, scale and remove models of the running server.",
-    ),
-    "token": Command(
-        "modelyard.serve.tools.token_cli", "token_app", "Make tokens that outlive a restart."
-    ),
-    "predict": Command(
-        "modelyard.serve.tools.client_cli",
-        "predict_app",
-        "Ask the running server for a prediction.",
-    ),
-    "explain": Command(
-        "modelyard.serve.tools.client_cli",
-        "explain_app",
-        "Ask the running server for an explanation.",
-    ),
-    "example": Command("modelyard.example_cli", "example_app", "Write the files of an example."),
-}
+_STATED = tomllib.loads(Path(__file__).with_name("commands.toml").read_text(encoding="utf-8"))
+COMMANDS = {name: Command(**command) for name, command in _STATED.items()}
 """Commands of core; `commands` has those of plug-ins too."""
 
 
@@ -70,13 +35,12 @@ _COMPLETE = "_MODELYARD_COMPLETE"
 
 def _show_flags_without_operand() -> None:
     """Have help say `--force` and not `--force <bool>`, as if a value were wanted."""
-    shown: Any = getattr(TyperOption, "display_type_rich", None)  # since typer 0.29
+    shown: Any = TyperOption.display_type_rich
 
     def display(self: TyperOption, ctx: Any) -> Any:
         return None if self.is_flag else shown(self, ctx)
 
-    if shown is not None:
-        setattr(TyperOption, "display_type_rich", display)  # noqa: B010 - older ones lack it
+    setattr(TyperOption, "display_type_rich", display)  # noqa: B010 - mypy refuses a method
 
 
 def _say_what_was_given() -> None:

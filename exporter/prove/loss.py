@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 MAX_LOSS = 0.01
-"""Loss above which an artifact is named as outside, and not chosen by `--quantize auto`."""
+"""Loss above which an artifact is named as outside."""
 
 # Share of a number's size below which it counts as constant: float32 rounds to a hundredth of it.
 _CONSTANT = 1e-5
@@ -130,8 +130,7 @@ def _by_place(tensor: Tensor) -> _Numbers:
     if values.ndim > 3:
         values = values.movedim(1, -1)
     places = values.shape[-1] if values.ndim > 1 and values.shape[-1] <= _MOST_PLACES else 1
-    numbers: _Numbers = values.reshape(-1, places).numpy()
-    return numbers
+    return values.reshape(-1, places).numpy()
 
 
 def _joined(seen: Iterable[Sequence[_Numbers]]) -> tuple[_Numbers, ...]:

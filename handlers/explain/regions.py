@@ -145,8 +145,7 @@ def summed_up(
 
     def of_regions(each: np.ndarray) -> np.ndarray:
         sums = np.bincount(labels.ravel(), each.ravel().astype(np.float64))
-        found: np.ndarray = sums / counts if weight is None else sums * weight
-        return found
+        return sums / counts if weight is None else sums * weight
 
     off = None
     if errors is not None and windows is not None:
@@ -189,8 +188,7 @@ def slic(picture: Image.Image) -> np.ndarray:
     small = picture.convert("RGB").convert("LAB").resize(size, Image.Resampling.BOX)
     labels = _in_one_piece(_nearest_centres(np.asarray(small, np.float64)))
     rows = np.arange(height) * size[1] // height
-    found: np.ndarray = labels[np.ix_(rows, np.arange(width) * size[0] // width)]
-    return found
+    return labels[np.ix_(rows, np.arange(width) * size[0] // width)]
 
 
 def _nearest_centres(colours: np.ndarray) -> np.ndarray:
@@ -234,8 +232,7 @@ def _in_one_piece(labels: np.ndarray) -> np.ndarray:
     found = np.where(pieces == largest[labels], labels, -1)
     while (found < 0).any():
         found = np.where(found < 0, _around(found).max(0), found)
-    numbered: np.ndarray = np.unique(found, return_inverse=True)[1].reshape(labels.shape)
-    return numbered
+    return np.unique(found, return_inverse=True)[1].reshape(labels.shape)
 
 
 def _around(values: np.ndarray) -> np.ndarray:

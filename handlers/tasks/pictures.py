@@ -213,15 +213,13 @@ def colour_table(settings: ImageSettings) -> np.ndarray:
     mean = np.asarray(settings.mean or (0.0,) * channels, np.float32)[:, None]
     std = np.asarray(settings.std or (1.0,) * channels, np.float32)[:, None]
     scaled = (np.arange(256) * settings.scale).astype(np.float32)
-    values: np.ndarray = (scaled - mean) / std
-    return values
+    return (scaled - mean) / std
 
 
 def normalise(pixels: np.ndarray, table: np.ndarray) -> np.ndarray:
     """Turn pixels (H, W) or (H, W, C) into a model input (C, H, W), by a `colour_table`."""
     if pixels.ndim == 2:
-        values: np.ndarray = table[:, pixels]
-        return values
+        return table[:, pixels]
     return np.stack([row[pixels[:, :, c]] for c, row in enumerate(table)])
 
 

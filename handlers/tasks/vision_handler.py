@@ -221,8 +221,7 @@ class VisionHandler(BaseHandler):
             summed = self.aggregated(explanation, values) if values.dim() == 3 else values
             if tuple(summed.shape) != size:
                 summed = torch.nn.functional.interpolate(summed[None, None].float(), size)[0, 0]
-            found: np.ndarray = summed.float().cpu().numpy()
-            return found
+            return summed.float().cpu().numpy()
 
         if attributions.dim() != 3 and tuple(attributions.shape) != size:
             return None

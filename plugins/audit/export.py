@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import html
 import json
-from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -85,39 +83,14 @@ def _digest(chain: Chain) -> str:
     ).hexdigest()
 
 
-STYLE = """
-body{font:14px/1.45 system-ui,sans-serif;margin:2rem auto;max-width:64rem;padding:0 1rem}
-table{border-collapse:collapse;width:100%}
-th,td{border-top:1px solid #bbb;padding:6px 8px;text-align:left;vertical-align:top}
-td{overflow-wrap:anywhere}thead{display:table-header-group}tr{break-inside:avoid}
-code,pre{font:12px/1.4 ui-monospace,monospace;overflow-wrap:anywhere;white-space:pre-wrap;margin:0}
-.bad{color:#a00;font-weight:bold}@page{margin:15mm}
-@media print{body{margin:0;max-width:none;padding:0}}
-"""
-
-
 def make_page(chain: Chain, whose: str) -> bytes:
     """Return a page for people, which prints; nothing in it runs or is fetched."""
-    rows = "".join(map(_row, chain.entries))
-    state = (
-        f'<p class="bad">The chain breaks: {html.escape(chain.broken)}</p>' if chain.broken else
-        f"<p>The chain holds: {chain.head.entries} entries, the last has SHA-256 "
-        f"<code>{chain.head.sha256}</code>.</p>"
-    )  # fmt: skip
-    made = datetime.now(UTC).isoformat(timespec="seconds")
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Audit trail</title>'
-        f"<style>{STYLE}</style></head><body><h1>Audit trail</h1><p>Of {html.escape(whose)}, "
-        f"printed {made}.</p>{state}<table><thead><tr><th>No.<th>At<th>Who<th>What<th>Model<th>"
-        f"Evidence</tr></thead><tbody>{rows}</tbody></table></body></html>\n"
-    ).encode()
+    from jinja2 import Template
 
-
-def _row(entry: Mapping[str, Any]) -> str:
     shown = ("n", "at", "who", "what", "model", "version", "text", "before")
-    model = " ".join(str(entry[name]) for name in ("model", "version") if name in entry)
-    more = json.dumps({k: v for k, v in entry.items() if k not in shown}, indent=1)
-    cells = [html.escape(str(entry[name])) for name in ("n", "at", "who", "what")]
-    text = html.escape(str(entry.get("text", "")))
-    evidence = f"<pre>{html.escape(more)}</pre>" if more != "{}" else ""
-    return f"<tr><td>{'<td>'.join([*cells, html.escape(model), text + evidence])}</tr>"
+    more = [{k: v for k, v in entry.items() if k not in shown} for entry in chain.entries]
+    page = Template(Path(__file__).with_name("page.html").read_text("utf-8"), autoescape=True)
+    made = datetime.now(UTC).isoformat(timespec="seconds")
+    evidence = [json.dumps(each, indent=1) if each else "" for each in more]
+    rows = zip(chain.entries, evidence, strict=True)
+    return str(page.render(chain=chain, whose=whose, made=made, rows=rows)).encode()

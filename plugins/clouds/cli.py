@@ -1,7 +1,5 @@
 """The commands `modelyard sagemaker serve`, `vertex serve` and `azureml serve`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Write a folder that builds a container image with archives inside."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -70,7 +68,9 @@ def dockerize(archives: Sequence[Path], folder: Path, base: str, is_forced: bool
                 (made / MODELS / each.path.name).chmod(0o644)
             (made / "Dockerfile").write_text(_dockerfile(packed, base), encoding="utf-8")
             (made / ".dockerignore").write_text(f"*\n!{MODELS}\n", encoding="utf-8")
-            (made / "compose.yaml").write_text(_compose(packed[0].name), encoding="utf-8")
+            compose = Path(__file__).with_name("compose.yaml").read_text(encoding="utf-8")
+            compose = compose.replace("NAME", packed[0].name)
+            (made / "compose.yaml").write_text(compose, encoding="utf-8")
             if folder.exists():
                 folder.rename(Path(scratch) / "replaced")
             made.rename(folder)
@@ -121,27 +121,3 @@ def _dockerfile(packed: Sequence[Packed], base: str) -> str:
     if any(each.has_requirements for each in packed):
         lines.append("ENV MODELYARD_INSTALL_REQUIREMENTS=1")
     return "\n".join(lines) + "\n"
-
-
-def _compose(name: str) -> str:
-    return f"""\
-# docker compose up --build; docs/containers.md says what holds in it.
-services:
-  {name}:
-    build: .
-    ports:
-      - "8080:8080"
-    read_only: true
-    tmpfs:
-      - /tmp
-    volumes:
-      - state:/state
-    cap_drop: [ALL]
-    security_opt: ["no-new-privileges:true"]
-    stop_grace_period: 45s
-    environment:
-      # Lines of `modelyard token new`; tokens.txt itself is better mounted as a secret.
-      MODELYARD_TOKENS: ${{MODELYARD_TOKENS:-}}
-volumes:
-  state:
-"""

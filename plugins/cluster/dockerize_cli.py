@@ -1,7 +1,5 @@
 """The command `modelyard dockerize`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 
@@ -12,19 +10,8 @@ from modelyard.serve.cli import JsonOption, known_errors
 
 dockerize_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
-_HELP = """Write a folder that builds a container image with archives inside.
 
-It holds a Dockerfile, a compose.yaml and copies of the archives, of which names, sizes and digests
-are checked before. The image builds on Modelyard's own, which `docker build -t modelyard:VERSION .`
-makes in a clone.
-
-Example:
-
-    modelyard dockerize model_store/digits.mar -o build/digits-image
-"""
-
-
-@dockerize_app.command("dockerize", help=_HELP)
+@dockerize_app.command("dockerize")
 def dockerize(
     archives: Annotated[list[Path], typer.Argument(metavar="ARCHIVE", help="Archives.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write.")],
@@ -36,7 +23,16 @@ def dockerize(
     ] = False,
     json_output: JsonOption = False,
 ) -> None:
-    """Write it and print what is inside."""
+    """Write a folder that builds a container image with archives inside.
+
+    It holds a Dockerfile, a compose.yaml and copies of the archives, of which names, sizes and
+    digests are checked before. The image builds on Modelyard's own, which `docker build -t
+    modelyard:VERSION .` makes in a clone.
+
+    For example:
+
+        modelyard dockerize model_store/digits.mar -o build/digits-image
+    """
     from modelyard.plugins.cluster.dockerize import base_image, dockerize
 
     with known_errors():

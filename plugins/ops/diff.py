@@ -1,7 +1,5 @@
 """Compare what two archives answer to the same requests, on this machine."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -51,13 +49,17 @@ class Difference:
 
     @property
     def differing(self) -> tuple[Compared, ...]:
-        """Requests whose answers are further apart than the tolerance."""
-        return tuple(each for each in self.requests if not each.scaled <= self.tolerance)
+        """Requests with another first label, or answers further apart than the tolerance."""
+        return tuple(
+            each for each in self.requests if each.relabelled or not each.scaled <= self.tolerance
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return what JSON can hold: an infinite difference is null."""
         requests = [
-            asdict(each) | ({"scaled": None} if math.isinf(each.scaled) else {})
+            asdict(each)
+            | {"scaled": None if math.isinf(each.scaled) else each.scaled}
+            | {"differs": each in self.differing}
             for each in self.requests
         ]
         return {

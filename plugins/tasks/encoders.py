@@ -30,8 +30,7 @@ class Vectors:
         """Turn vectors (N, E) into a list of E numbers per request."""
         if self.normalizes:
             vectors = normalize(vectors, dim=1)
-        rows: list[list[float]] = vectors.double().round(decimals=DECIMALS).tolist()
-        return rows
+        return vectors.double().round(decimals=DECIMALS).tolist()
 
     def explain(self, data: Sequence[Mapping[str, Any]], context: Context) -> NoReturn:
         """Refuse: a vector has no label that could be explained."""

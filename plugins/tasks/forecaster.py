@@ -129,8 +129,7 @@ class Forecaster(BaseHandler):
                 f"the model gave {list(values.shape)}, {SCALER_FILE} is of {len(self.mean)} series"
             )
         count = len(self.mean) if dims == 3 else 1
-        unscaled: np.ndarray = values * self.std[:count] + self.mean[:count]
-        return unscaled
+        return values * self.std[:count] + self.mean[:count]
 
     def _read_scaler(self, content: Any) -> tuple[np.ndarray, np.ndarray]:
         series = self.inputs[0].shape[2] if self._rank == 3 else 1

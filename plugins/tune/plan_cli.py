@@ -37,22 +37,8 @@ WARM_S = 1.0
 """Seconds of a trial that are not counted."""
 plan_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
-_HELP = """Say how many workers, cells and how much memory a load needs, from what `tune` measured.
 
-A cell is a server with its workers on so many cores. The times come from the archives that hold a
-tuned model-config.yaml, or from such files (--costs). With --try one such cell is then started on
-this machine and gets its part of the load, and what it did is printed beside what was planned.
-
-Example:
-
-    modelyard plan --rps 2000 --slo p99=50ms --mix digits=0.9,resnet=0.1 --try 10
-
-Exit codes: 0 planned, and kept where it was tried; 1 no plan keeps the limit, the cell that was
-tried does not, or a model cannot be read; 2 wrong usage.
-"""
-
-
-@plan_app.command("plan", help=_HELP)
+@plan_app.command("plan")
 def plan(
     rps: Annotated[float, typer.Option("--rps", help="Requests per second, to all cells.")],
     slo: Annotated[str, typer.Option(help="Limit of each model's latency, as p99=50ms.")],
@@ -80,7 +66,20 @@ def plan(
     ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Read, plan, try, print."""
+    """Say how many workers, cells and how much memory a load needs, from what `tune` measured.
+
+    A cell is a server with its workers on so many cores. The times come from the archives that hold
+    a tuned model-config.yaml, or from such files (--costs). With --try one such cell is then
+    started on this machine and gets its part of the load, and what it did is printed beside what
+    was planned.
+
+    For example:
+
+        modelyard plan --rps 2000 --slo p99=50ms --mix digits=0.9,resnet=0.1 --try 10
+
+    Exit codes: 0 planned, and kept where it was tried; 1 no plan keeps the limit, the cell that was
+    tried does not, or a model cannot be read; 2 wrong usage.
+    """
     from modelyard.plugins.tune.plan import best_cell, make_plan
 
     with stoppable("stopped"):

@@ -1,7 +1,5 @@
 """The command `modelyard tune`."""
 
-from __future__ import annotations
-
 import json
 import mimetypes
 import tempfile
@@ -40,22 +38,8 @@ COSTS_S = 1.0
 
 tune_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
-_HELP = """Find workers, threads and batch size of a model on this machine, through the real server.
 
-Each setting is served on free ports of the loopback address and loaded by connections that each
-have one request in flight. The one with the highest rate whose latency keeps the limit is written
-as a model-config.yaml, with everything that the archive's own says. The archive is not changed.
-
-Example:
-
-    modelyard tune digits --model-store model_store --slo p99=50ms
-
-Exit codes: 0 the best is written; 1 no setting keeps the limit, or the model cannot be measured;
-2 wrong usage.
-"""
-
-
-@tune_app.command("tune", help=_HELP)
+@tune_app.command("tune")
 def tune(
     model: Annotated[
         str, typer.Argument(metavar="NAME[=FILE]", help="A model of the store, as for serve start.")
@@ -86,7 +70,20 @@ def tune(
     force: Annotated[bool, typer.Option("--force", help="Replace a file that exists.")] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Measure, print, write."""
+    """Find workers, threads and batch size of a model on this machine, through the real server.
+
+    Each setting is served on free ports of the loopback address and loaded by connections that each
+    have one request in flight. The one with the highest rate whose latency keeps the limit is
+    written as a model-config.yaml, with everything that the archive's own says. The archive is not
+    changed.
+
+    For example:
+
+        modelyard tune digits --model-store model_store --slo p99=50ms
+
+    Exit codes: 0 the best is written; 1 no setting keeps the limit, or the model cannot be
+    measured; 2 wrong usage.
+    """
     with stoppable("stopped; nothing was written"):
         limit = parse_slo(slo) if slo is not None else None
         if output.exists() and not force:

@@ -3,108 +3,23 @@
 Source: https://docs.kernel.org/userspace-api/seccomp_filter.html
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os
 import platform
 import struct
+import tomllib
 from collections.abc import Iterable
+from pathlib import Path
 
 from modelyard.serve.walls.kernel import syscall
 
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-"""Machine → column of the tables below, and the kernel's name for it."""
+"""Machine → column of the tables, and the kernel's name for it."""
 
-_DENIED = {
-    # Memory, registers and descriptors of other processes.
-    "ptrace": (101, 117),
-    "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271),
-    "process_madvise": (440, 440),
-    "process_mrelease": (448, 448),
-    "pidfd_getfd": (438, 438),
-    "kcmp": (312, 272),
-    "migrate_pages": (256, 238),
-    "move_pages": (279, 239),
-    # File systems and namespaces.
-    "mount": (165, 40),
-    "umount2": (166, 39),
-    "pivot_root": (155, 41),
-    "chroot": (161, 51),
-    "open_tree": (428, 428),
-    "move_mount": (429, 429),
-    "fsopen": (430, 430),
-    "fsconfig": (431, 431),
-    "fsmount": (432, 432),
-    "fspick": (433, 433),
-    "mount_setattr": (442, 442),
-    "open_tree_attr": (467, 467),
-    "unshare": (272, 97),
-    "setns": (308, 268),
-    "open_by_handle_at": (304, 265),
-    "fanotify_init": (300, 262),
-    # The kernel's keys, modules, log, and the parts of it that bugs were found in.
-    "add_key": (248, 217),
-    "request_key": (249, 218),
-    "keyctl": (250, 219),
-    "init_module": (175, 105),
-    "finit_module": (313, 273),
-    "delete_module": (176, 106),
-    "kexec_load": (246, 104),
-    "kexec_file_load": (320, 294),
-    "syslog": (103, 116),
-    "bpf": (321, 280),
-    "perf_event_open": (298, 241),
-    "userfaultfd": (323, 282),
-    "io_uring_setup": (425, 425),
-    "io_uring_enter": (426, 426),
-    "io_uring_register": (427, 427),
-    # Memory, semaphores and queues that everybody of a user shares. POSIX has its own, in /dev/shm.
-    "shmget": (29, 194),
-    "shmat": (30, 196),
-    "shmctl": (31, 195),
-    "semget": (64, 190),
-    "semop": (65, 193),
-    "semctl": (66, 191),
-    "semtimedop": (220, 192),
-    "msgget": (68, 186),
-    "msgsnd": (69, 189),
-    "msgrcv": (70, 188),
-    "msgctl": (71, 187),
-    "mq_open": (240, 180),
-    "mq_unlink": (241, 181),
-}
-"""Name → number on each architecture."""
-_WATCHING = {"inotify_init": (253, -1), "inotify_init1": (294, 26), "inotify_add_watch": (254, 27)}
-"""What names files that others make, whatever rights there are on them: refused, too."""
-_METADATA = {
-    "chmod": (90, -1),
-    "fchmod": (91, 52),
-    "fchmodat": (268, 53),
-    "fchmodat2": (452, 452),
-    "chown": (92, -1),
-    "fchown": (93, 55),
-    "lchown": (94, -1),
-    "fchownat": (260, 54),
-    "utime": (132, -1),
-    "utimes": (235, -1),
-    "futimesat": (261, -1),
-    "utimensat": (280, 88),
-    "setxattr": (188, 5),
-    "lsetxattr": (189, 6),
-    "fsetxattr": (190, 7),
-    "setxattrat": (463, 463),
-    "removexattr": (197, 14),
-    "lremovexattr": (198, 15),
-    "fremovexattr": (199, 16),
-    "removexattrat": (466, 466),
-    "file_setattr": (469, 469),
-}
-"""What changes a file by its path, which Landlock does not see, or by a descriptor, which may be
-one for reading: done without effect. Libraries copy modes and times with every file, and fail
-where that does."""
+_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_DENIED, _WATCHING = _TABLES["denied"], _TABLES["watching"]
+_METADATA, _OF_ITSELF = _TABLES["metadata"], _TABLES["of_itself"]
 _IOCTL, _FCNTL = (16, 29), (72, 25)
 _OF_FILE_SYSTEMS = (0x66, 0x58, 0x76, 0x94)
 """Groups of ioctl that do the same, and more: flags, projects, verity, snapshots. Refused as where
@@ -113,15 +28,6 @@ _LEASES = (1024, 1026)
 """F_SETLEASE and F_NOTIFY of fcntl: others wait at a lease."""
 _AFFINITY = (203, 122)
 """sched_setaffinity of the caller; of any other without effect, since libraries pin threads."""
-_OF_ITSELF = {
-    "prlimit64": (302, 261, 0),
-    "sched_setparam": (142, 118, 0),
-    "sched_setscheduler": (144, 119, 0),
-    "sched_setattr": (314, 274, 0),
-    "setpriority": (141, 140, 1),
-    "ioprio_set": (251, 30, 1),
-}
-"""Name → numbers, and which argument names the process: allowed where it is the caller."""
 _CLONE, _CLONE3, _SOCKET = (56, 220), (435, 435), (41, 198)
 _NAMESPACES = 0x7E020000
 """Flags of clone that make one."""

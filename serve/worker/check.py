@@ -27,8 +27,6 @@ The archiver has it run, for a dry run before an archive is written and to verif
                  or {"error": why the archive does not load}
 """
 
-from __future__ import annotations
-
 import json
 from base64 import b64decode, b64encode
 from collections.abc import Mapping
@@ -183,8 +181,7 @@ def _replay(
 def _read_expected(example: dict[str, Any]) -> dict[str, Any] | None:
     """Return what is expected; None where the archiver has not been told."""
     name = example["expected"]
-    expected: dict[str, Any] | None = None if name is None else json.loads(Path(name).read_bytes())
-    return expected
+    return None if name is None else json.loads(Path(name).read_bytes())
 
 
 def _cover(

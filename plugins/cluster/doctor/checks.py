@@ -1,7 +1,5 @@
 """What is installed, what works here, and what to do about what does not."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import importlib.metadata
@@ -14,7 +12,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +49,6 @@ OPTIONAL = {
     "soxr": "for handlers of sounds",
 }
 PROBE_S = 180.0
-COMMAND_S = 300.0
 LEAST_FILES = 4096
 """Descriptors: one per connection, three per worker."""
 LEAST_MEMORY_BYTES = 1 << 30
@@ -74,12 +70,11 @@ class Check:
     """What to do; empty where nothing needs to be done."""
 
 
-def examine(settings: Settings, is_deep: bool) -> Iterator[Check]:
+def examine(settings: Settings) -> Iterator[Check]:
     """Yield the checks as they are made.
 
     Args:
         settings: settings whose ports and state folder are looked at.
-        is_deep: exports, archives and serves a small network too, which takes about a minute.
     """
     yield check_python()
     yield from check_packages()
@@ -94,8 +89,6 @@ def examine(settings: Settings, is_deep: bool) -> Iterator[Check]:
     yield check_temporary_folder()
     yield check_state_folder(settings.state_dir)
     yield from check_ports(settings)
-    if is_deep:
-        yield from check_trips()
 
 
 # -- what is installed -------------------------------------------------------------------------
@@ -393,82 +386,6 @@ def _check_port(name: str, address: Address, server: Mapping[str, Any] | None) -
         advice = f"stop it, or start with {option} N; 0 takes a free one"
         return Check(name, WARN, f"{address}: taken by {by}", advice)
     return Check(name, OK, f"{address} is free")
-
-
-# -- whole trips -------------------------------------------------------------------------------
-
-_NET = """import torch
-
-class Net(torch.nn.Sequential):
-    def __init__(self):
-        super().__init__(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
-
-if __name__ == "__main__":
-    torch.manual_seed(0)
-    torch.save(Net().state_dict(), "net.pt")
-"""
-FORMATS = ("pt2", "onnx", "torchscript", "aoti")
-
-
-def check_trips() -> Iterator[Check]:
-    """Export a network of two layers to every format, which compares them; archive, serve, ask."""
-    with tempfile.TemporaryDirectory(prefix="modelyard-doctor-") as name:
-        folder = Path(name)
-        (folder / "net.py").write_text(_NET, encoding="utf-8")
-        (folder / "request.json").write_text("[1.0, 2.0, 3.0, 4.0]", encoding="utf-8")
-        made = _step("checkpoint", folder, [sys.executable, "net.py"], FAIL)
-        if made.status != OK:
-            yield made
-            return
-        for format in FORMATS:
-            bad = WARN if format == "aoti" else FAIL
-            yield _step(f"export to {format}", folder, _modelyard(
-                "export", "net.pt", "--model", "net.py:Net", "--input", "x:float32[batch,4]",
-                "--format", format, "-o", "out",
-            ), bad)  # fmt: skip
-        archived = _step("archive", folder, _modelyard(
-            "archive", "net", "--artifact", "out/net.pt2", "--handler", "base_handler",
-            "--version", "1.0", "--example", "request.json", "-o", "store",
-        ), FAIL)  # fmt: skip
-        yield archived
-        if archived.status == OK:
-            yield from _serve(folder)
-
-
-def _serve(folder: Path) -> Iterator[Check]:
-    state = ("--state-dir", str(folder / "state"))
-    start = _modelyard("serve", "start", "--model-store", "store", "--models", "net",
-                       "--workers", "1", "--port", "0", "--management-port", "0",
-                       "--metrics-port", "0", *state)  # fmt: skip
-    try:
-        yield (started := _step("serve", folder, start, FAIL))
-        if started.status == OK:
-            ask = _modelyard("predict", "net", "request.json", *state)
-            yield _step("predict", folder, ask, FAIL)
-    finally:
-        _step("stop", folder, _modelyard("serve", "stop", *state), FAIL)
-
-
-def _modelyard(*arguments: str) -> list[str]:
-    return [sys.executable, "-P", "-m", "modelyard", *arguments]
-
-
-def _step(name: str, folder: Path, command: Sequence[str], bad: str) -> Check:
-    """Run one command in the folder, without settings of the environment."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("MODELYARD_")}
-    began = time.monotonic()
-    try:
-        ran = subprocess.run(
-            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=COMMAND_S
-        )
-    except subprocess.TimeoutExpired:
-        return Check(name, bad, f"no end after {COMMAND_S:g} s", _ADVICE)
-    if ran.returncode:
-        return Check(name, bad, _end(ran.stderr or ran.stdout), _ADVICE)
-    return Check(name, OK, f"{time.monotonic() - began:.1f} s")
-
-
-_ADVICE = "see the lines above; if they are all ok, report this with the output of --json"
 
 
 def _end(text: str) -> str:

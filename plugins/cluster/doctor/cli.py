@@ -1,7 +1,5 @@
 """The command `modelyard doctor`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Annotated
@@ -17,24 +15,9 @@ doctor_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
 
-_HELP = """Report what is installed, what works here, and what to do about what does not.
 
-Packages are imported and tried, not only looked up. --deep also exports a small network to every
-format, archives it, serves it and asks for a prediction, in a temporary folder.
-
-Example:
-
-    modelyard doctor --deep
-
-Exit codes: 0 serving works, maybe with warnings; 1 something that is needed fails; 2 wrong usage.
-"""
-
-
-@doctor_app.command("doctor", help=_HELP)
+@doctor_app.command("doctor")
 def doctor(
-    deep: Annotated[
-        bool, typer.Option("--deep", help="Export, archive and serve a small network too.")
-    ] = False,
     config: Annotated[
         Path | None, typer.Option(help="YAML file with settings, as for serve start.")
     ] = None,
@@ -43,7 +26,17 @@ def doctor(
     ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Make the checks and print them."""
+    """Report what is installed, what works here, and what to do about what does not.
+
+    Packages are imported and tried, not only looked up.
+
+    For example:
+
+        modelyard doctor --json
+
+    Exit codes: 0 serving works, maybe with warnings; 1 something that is needed fails; 2 wrong
+    usage.
+    """
     from modelyard.plugins.cluster.doctor.checks import FAIL, WARN, Check, examine
     from modelyard.serve.settings import load_settings
 
@@ -51,7 +44,7 @@ def doctor(
         settings = load_settings({"state_dir": state_dir}, config)
     checks: list[Check] = []
     with err.status("looking at packages") as status:
-        for check in examine(settings, deep):
+        for check in examine(settings):
             checks.append(check)
             status.update(f"after {check.name}")
     failed = sum(check.status == FAIL for check in checks)

@@ -3,8 +3,6 @@
 `serve run modelyard.plugins.cluster.ray:app model_store=…`
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

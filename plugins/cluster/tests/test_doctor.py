@@ -54,22 +54,6 @@ def test_the_first_release_of_python_3_13_is_named(monkeypatch: pytest.MonkeyPat
     assert (check.status, check.advice) == (WARN, "take a later 3.13 where models are exported")
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_the_whole_trip_works_here(tmp_path: Path) -> None:
-    ran = modelyard("doctor", "--deep", "--json", f"--state-dir={tmp_path / 's'}", timeout_s=500)
-    checks = {check["name"]: check["status"] for check in json.loads(ran.stdout)["checks"]}
-    trips = ("export to pt2", "export to onnx", "export to torchscript", "archive", "serve")
-    assert [checks[name] for name in (*trips, "predict")] == [OK] * 6
-    assert ran.returncode == 0
-
-
-def test_a_trip_that_fails_ends_there_with_the_programs_own_words(tmp_path: Path) -> None:
-    check = doctor._step("archive", tmp_path, doctor._modelyard("verify", "nope.mar"), FAIL)
-    assert (check.name, check.status) == ("archive", FAIL)
-    assert "nope.mar" in check.found
-
-
 # -- packages ----------------------------------------------------------------------------------
 
 

@@ -1,15 +1,13 @@
 """Events that go out: a POST of JSON to one address, which nobody waits for."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import hmac
 import json
 import logging
 import socket
-import ssl
 from datetime import UTC, datetime
+from functools import partial
 from urllib.parse import urlsplit
 
 from modelyard.plugins.ops.console.events import Event
@@ -39,7 +37,7 @@ class Alerts:
     """
 
     def __init__(self, settings: Settings) -> None:
-        self._url = urlsplit(settings.alert_url or "")
+        self._url = settings.alert_url or ""
         self._kinds = frozenset(settings.alert_events)
         if unknown := sorted(self._kinds.difference(KINDS)):
             known = ", ".join(KINDS)
@@ -61,7 +59,7 @@ class Alerts:
     def __call__(self, event: Event) -> None:
         """Take an event; it is sent from a task."""
         kind = event.kind.replace(" ", "-")
-        if not self._url.netloc or kind not in self._kinds:
+        if not self._url or kind not in self._kinds:
             return
         content = {
             "kind": kind,
@@ -79,45 +77,32 @@ class Alerts:
             self._task = asyncio.create_task(self._send_all())
 
     async def _send_all(self) -> None:
-        while not self._waiting.empty():
-            body, why = self._waiting.get_nowait(), ""
-            for pause_s in PAUSES_S:
-                await asyncio.sleep(pause_s)
-                try:
-                    async with asyncio.timeout(TIMEOUT_S):
-                        status = await self._post(body)
-                    if 200 <= status < 300:
-                        break
-                    why = f"status {status}"
-                except (OSError, ValueError, EOFError, TimeoutError) as error:
-                    why = str(error) or type(error).__name__
-            else:
-                logger.error("an alert is lost, %s was asked %d times: %s", self._url.hostname,
-                             len(PAUSES_S), why)  # fmt: skip
+        import httpx  # which few servers need
 
-    async def _post(self, body: bytes) -> int:
-        """Return the status of an answer; where it leads elsewhere, nobody follows."""
-        url, tls = self._url, None
-        if url.scheme == "https":  # it reads the system's certificates
-            tls = await asyncio.to_thread(ssl.create_default_context)
-        port = url.port or (443 if tls else 80)
-        reader, writer = await asyncio.open_connection(url.hostname, port, ssl=tls)
-        try:
-            signed = hmac.new(self._key, body, hashlib.sha256).hexdigest() if self._key else ""
-            target = (url.path or "/") + (f"?{url.query}" if url.query else "")
-            lines = [
-                *(f"POST {target} HTTP/1.1", f"host: {url.netloc}", "connection: close"),
-                *("content-type: application/json", f"content-length: {len(body)}"),
-                *([f"{SIGNATURE}: sha256={signed}"] if signed else []),
-            ]
-            writer.write("\r\n".join([*lines, "", ""]).encode("ascii") + body)
-            await writer.drain()
-            words = (await reader.readline()).split(None, 2)
-            if len(words) < 2 or not words[0].startswith(b"HTTP/1."):
-                raise ValueError("what answers does not speak HTTP/1.1")
-            return int(words[1])
-        finally:
-            writer.transport.abort()
+        # It reads the system's certificates.
+        make_client = partial(httpx.AsyncClient, trust_env=False, timeout=None)
+        async with await asyncio.to_thread(make_client) as client:
+            while not self._waiting.empty():
+                body, why = self._waiting.get_nowait(), ""
+                headers = {"content-type": "application/json"}
+                if self._key:
+                    signed = hmac.new(self._key, body, hashlib.sha256).hexdigest()
+                    headers[SIGNATURE] = f"sha256={signed}"
+                for pause_s in PAUSES_S:
+                    await asyncio.sleep(pause_s)
+                    sent = client.stream("POST", self._url, content=body, headers=headers)
+                    try:
+                        # Of the answer its status alone; where it leads elsewhere, nobody follows.
+                        async with asyncio.timeout(TIMEOUT_S), sent as answer:
+                            if answer.is_success:
+                                break
+                            why = f"status {answer.status_code}"
+                    except (OSError, TimeoutError, httpx.HTTPError) as error:
+                        why = str(error) or type(error).__name__
+                else:
+                    host = urlsplit(self._url).hostname
+                    tries = len(PAUSES_S)
+                    logger.error("an alert is lost, %s was asked %d times: %s", host, tries, why)
 
     def close(self) -> None:
         """Send nothing more."""

@@ -6,8 +6,6 @@ first two answers that are not the same bytes, and ends with the server. What co
 milliseconds goes to it as one frame.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math

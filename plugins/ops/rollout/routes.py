@@ -1,7 +1,5 @@
 """The management API of roll-outs: `/models/{model}/rollout`."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query

@@ -31,6 +31,7 @@ RIGHTS = {
     "another order of keys": '{"id": 7, "label": "cat", "scores": [0.5, -2.0, 1e-9]}',
     "the last digits": '{"scores": [0.50001, -2.00001, 1.0001e-9], "label": "cat", "id": 7.0}',
 }
+TIE, OTHER_TIE = '{"cat": 0.5000001, "dog": 0.4999999}', '{"dog": 0.5000001, "cat": 0.4999999}'
 RANKS = {"ranked otherwise": '{"dog": 0.7501, "cat": 0.2499}', "ranked alike": RANKED}
 HANDLER = """
 import json
@@ -50,8 +51,8 @@ def handle(data, context):
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write two archives whose answers to the name of a change are as it was, and as it is."""
     folder = tmp_path_factory.mktemp("diff")
-    changes = {**WRONGS, **RIGHTS, **RANKS, "both fail": "raise"}
-    before = {name: RANKED if name in RANKS else BASE for name in changes}
+    changes = {**WRONGS, **RIGHTS, **RANKS, "both fail": "raise", "tie": OTHER_TIE}
+    before = {name: RANKED if name in RANKS else BASE for name in changes} | {"tie": TIE}
     for name, answers in (("old", before | {"both fail": "raise"}), ("new", changes)):
         handler = folder / f"{name}.py"
         handler.write_text(HANDLER.replace("{answers}", repr(answers)))
@@ -67,15 +68,13 @@ def test_wrongs_are_caught_and_harmless_changes_pass(folder: Path) -> None:
     assert ran.returncode == 1, ran.stderr
     found = json.loads(ran.stdout)
     differing = {
-        each["request"].removesuffix(".txt")
-        for each in found["requests"]
-        if each["scaled"] is None or each["scaled"] > found["tolerance"]
+        each["request"].removesuffix(".txt") for each in found["requests"] if each["differs"]
     }
-    wrong = {*WRONGS, "ranked otherwise"}
+    wrong = {*WRONGS, "ranked otherwise", "tie"}
     assert (wrong - differing, differing - wrong) == (set(), set()), "misses, false alarms"
     relabelled = [each["request"] for each in found["requests"] if each["relabelled"]]
-    assert relabelled == ["ranked otherwise.txt"]
-    assert found["summary"].endswith("; 1 with another first label; 1 refused by both")
+    assert relabelled == ["ranked otherwise.txt", "tie.txt"]
+    assert found["summary"].endswith("; 2 with another first label; 1 refused by both")
 
 
 def test_a_table_fits_a_comment_and_an_archive_agrees_with_itself(folder: Path) -> None:

@@ -23,21 +23,8 @@ MOST_INDENT = 24
 
 migrate_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
-_HELP = """Say what works, what changes and what will not when a TorchServe installation moves here.
 
-Configuration and archives are read as `torchserve` reads them; no code of the archives is run.
-
---try also starts a worker for each archive, behind the walls of the server.
-
-Example:
-
-    modelyard migrate config.properties model_store
-
-Exit codes: 0 everything works, maybe with changes; 1 something will not work; 2 wrong usage.
-"""
-
-
-@migrate_app.command("migrate", help=_HELP)
+@migrate_app.command("migrate")
 def migrate(
     config: Annotated[
         Path,
@@ -61,7 +48,18 @@ def migrate(
     ] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Read an installation and print the report."""
+    """Say what works, what changes and what will not when a TorchServe installation moves here.
+
+    Configuration and archives are read as `torchserve` reads them; no code of the archives is run.
+
+    --try also starts a worker for each archive, behind the walls of the server.
+
+    For example:
+
+        modelyard migrate config.properties model_store
+
+    Exit codes: 0 everything works, maybe with changes; 1 something will not work; 2 wrong usage.
+    """
     from modelyard.plugins.torchserve.arguments import parse_command_line
     from modelyard.plugins.torchserve.migrate.examine import examine
 

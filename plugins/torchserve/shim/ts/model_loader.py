@@ -48,8 +48,7 @@ def find_envelope(name: str) -> type[BaseEnvelope]:
     """
     if name not in ENVELOPES:
         raise LoadError(f"service_envelope is {name!r}; expected one of {', '.join(ENVELOPES)}")
-    kind: type[BaseEnvelope] = import_class(ENVELOPES[name])
-    return kind
+    return import_class(ENVELOPES[name])
 
 
 class TsModelLoader:
