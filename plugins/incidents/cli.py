@@ -76,6 +76,8 @@ def replay(
             whose = "answer" if at == each["place"] else "batch-mate"
             text = f"{whose} {answer['id']}: {answer['verdict']}"
             out.print(escape(f"{text}; {answer['text']}".rstrip("; ")), soft_wrap=True)
-        for text in (*each["elsewhere"], *(f"no wall: {wall}" for wall in each["lacking"])):
-            out.print(escape(f"otherwise here: {text}"), soft_wrap=True)
+        said = [f"otherwise here: {text}" for text in each["elsewhere"]]
+        said += [f"the archive's two artifacts here: {text}" for text in each["parity"] or ()]
+        for text in (*said, *(f"without the wall {wall}" for wall in each["lacking"])):
+            out.print(escape(text), soft_wrap=True)
     raise typer.Exit(any(each["verdict"] == "differs" for each in found))

@@ -70,7 +70,7 @@ class Store:
             parts, answer = job.parts, item.body
             body = parts[0] if len(parts) == 1 else b"".join(parts)
             digest = sha256(answer).digest() if job.stream is None else None
-            kept = (bytes(body), bytes(answer)) if keeps else (None, None)
+            kept = (bytes(body), bytes(answer) if digest else None) if keeps else (None, None)
             rows.append((
                 job.head, flags_of(job), job.rows, sha256(body).digest(), len(body), item.code,
                 digest, item.queue_us, item.handler_us, *kept,

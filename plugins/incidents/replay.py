@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
@@ -9,11 +10,18 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from modelyard.archiver.errors import ArchiveNotFound, NothingCompared, RefusedArchive, WrongUsage
+from modelyard.archiver.errors import (
+    ArchiveError,
+    ArchiveNotFound,
+    NothingCompared,
+    RefusedArchive,
+    WrongUsage,
+)
 from modelyard.archiver.example import TOLERANCE
 from modelyard.archiver.read import Archive, open_archive
 from modelyard.archiver.replay import UNPACKED, replay
 from modelyard.archiver.untrusted.json import parse_json
+from modelyard.archiver.verify import find_pair
 from modelyard.base.answers import json_difference
 from modelyard.plugins.incidents.file import this_machine
 from modelyard.serve.control.store import list_archives
@@ -36,8 +44,9 @@ def replay_incidents(
 
     Returns:
         Of each the `id`, the `answers` of its batch with a `verdict` each, the `place` of its own,
-        what is otherwise on this machine (`elsewhere`), which walls were `lacking`, and the worst
-        `verdict`: `same` bits; elsewhere also `within` the tolerance of golden requests; `differs`.
+        what is otherwise on this machine (`elsewhere`) and, where something is, the `parity` of its
+        two artifacts here; which walls were `lacking`; and the worst `verdict`: `same` bits;
+        elsewhere also `within` the tolerance of golden requests; `differs`.
 
     Raises:
         ArchiveError: it is another archive, or does not run.
@@ -56,8 +65,10 @@ def replay_incidents(
                 if request.get(key) is None:
                     request[key] = given.get(request.get(f"{key}_sha256"))
         _check(each)
+        if each["worker"]["steps"]:
+            _give_seed(each["batch"][0])
         worker = {**each["worker"], "pid": 0, "number": 0}
-        groups.setdefault(repr((each["model"], worker)), []).append(each)
+        groups.setdefault(repr((each["model"], worker, each["machine"])), []).append(each)
     found: dict[int, Document] = {}
     for group in groups.values():
         found |= zip(map(id, group), _run(group, archive, store), strict=True)
@@ -79,22 +90,33 @@ def _check(incident: Document) -> None:
         raise NothingCompared(f"the answer {incident['id']} was streamed, and has no digest")
 
 
+def _give_seed(request: Document) -> None:
+    """Have a request of JSON name the seed that its answer says was drawn for it."""
+    try:
+        said = parse_json(request["body"])
+    except ValueError:
+        return
+    if isinstance(said, dict) and type(request.get("seed")) is int:
+        request["body"] = json.dumps({**said, "seed": request["seed"]}).encode()
+
+
 def _run(group: Sequence[Document], archive: Path | None, store: Path) -> list[Document]:
-    worker = group[0]["worker"]
+    worker, here = group[0]["worker"], this_machine()
     with tempfile.TemporaryDirectory(prefix="modelyard-") as name:
         folder = Path(name) / UNPACKED
         with _open(group[0]["model"], archive, store, Path(name)) as opened:
             seal, manifest = opened.manifest.modelyard, opened.manifest
+            pair = find_pair(manifest, opened.read) if here != group[0]["machine"] else None
             opened.unpack(folder)
         frames = [[_frame(request) for request in each["batch"]] for each in group]
         found = replay(
             folder, manifest, batches=frames, load=worker["load"], threads=worker["threads"],
-            device=worker["device"],
+            device=worker["device"], pair=pair,
         )  # fmt: skip
     tolerance = max((each.tolerance for each in (seal.golden if seal else ())), default=TOLERANCE)
-    outcomes = []
+    outcomes, parity = [], found.parity and [found.parity.summary, *found.parity.differences]
     for incident, batch in zip(group, found.batches, strict=True):
-        here = {**this_machine(), "device": found.device}
+        here["device"] = found.device
         then = {**incident["machine"], "device": worker["device"]}
         elsewhere = [
             f"{name}: {then.get(name, 'none')} then, {here.get(name, 'none')} here"
@@ -108,7 +130,7 @@ def _run(group: Sequence[Document], archive: Path | None, store: Path) -> list[D
         outcomes.append({
             "id": incident["id"], "verdict": SAME if verdicts == {SAME} else worst,
             "place": incident["place"], "answers": answers, "elsewhere": elsewhere,
-            "lacking": found.lacking,
+            "lacking": found.lacking, "parity": parity,
         })  # fmt: skip
     return outcomes
 
@@ -122,7 +144,12 @@ def _open(model: Mapping[str, str], archive: Path | None, store: Path, staging: 
     """
     wanted = f"{model['name']} {model['version']} with the digest {model['archive_sha256']}"
     for file in [archive] if archive else [store / name for name in list_archives(store)]:
-        opened = open_archive(file, staging=staging)
+        try:
+            opened = open_archive(file, staging=staging)
+        except ArchiveError:
+            if archive:
+                raise
+            continue  # another one in the store, which is damaged
         if opened.digest == model["archive_sha256"]:
             return opened
         opened.close()

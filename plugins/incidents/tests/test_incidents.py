@@ -19,12 +19,13 @@ import yaml
 from typer.testing import CliRunner
 
 from modelyard.archiver import write_archive
-from modelyard.archiver.errors import ArchiveError
+from modelyard.archiver.errors import ArchiveError, NothingCompared
 from modelyard.plugins.incidents.cli import incident_app, replay_app
 from modelyard.plugins.incidents.file import BadIncident, digest_of, read_incident
 from modelyard.plugins.incidents.replay import replay_incidents
 from modelyard.serve.errors import WrongUsage
 from modelyard.serve.settings import load_settings
+from plugins.tasks.tests.decoder import build_decoder, write_decoder
 from tests.serve.live import LiveServer, running
 from tests.shared import DIGITS, FILES
 
@@ -71,13 +72,13 @@ def server(digits_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 def ask_digits(
-    server: LiveServer, explains: tuple[str, ...], number: int, draw: random.Random
+    server: LiveServer, formats: tuple[str, ...], number: int, draw: random.Random
 ) -> tuple[str, httpx.Response]:
     """Send a prediction or a seeded explanation of one of the scans; return id and answer."""
-    format, id = draw.choice(list(FILES)), f"ask-{number}"
+    format, id = draw.choice(formats), f"ask-{number}"
     scan = (DIGITS / "scans" / f"{draw.randrange(10)}.png").read_bytes()
     kind, query = "predictions", {}
-    if format in explains and draw.random() < 0.3:
+    if draw.random() < 0.3:
         kind, method = "explanations", draw.choice(METHODS)
         query = {"method": method, "seed": str(draw.randrange(99)), "n_samples": "130"}
         if method == "integrated_gradients":
@@ -119,9 +120,7 @@ def replay(server: LiveServer, *documents: Document, folder: Path) -> list[Docum
     return replay_incidents(incidents, None, server.store)
 
 
-def check_replayed(
-    server: LiveServer, count: int, folder: Path, explains: tuple[str, ...] = tuple(FILES)
-) -> int:
+def check_replayed(server: LiveServer, count: int, folder: Path, *formats: str) -> int:
     """Ask for answers, one to sixteen at a time, and replay each; return how many had company."""
     draw = random.Random(0)
     answers: dict[str, httpx.Response] = {}
@@ -129,7 +128,7 @@ def check_replayed(
         numbers = range(done, min(count, done + 40))
         draws = [random.Random(draw.random()) for _ in numbers]
         with ThreadPoolExecutor(draw.randint(1, 16)) as threads:
-            answers |= threads.map(partial(ask_digits, server, explains), numbers, draws)
+            answers |= threads.map(partial(ask_digits, server, formats), numbers, draws)
     documents = [fetch(server, id) for id in answers]
     outcomes = replay(server, *documents, folder=folder)
     wrong = [
@@ -145,10 +144,8 @@ def check_replayed(
     return sum(len(document["batch"]) > 1 for document in documents)
 
 
-def test_answers_of_three_formats_are_given_again_bit_for_bit(
-    server: LiveServer, tmp_path: Path
-) -> None:
-    assert check_replayed(server, 60, tmp_path, explains=("pt2",)) > 5
+def test_answers_are_given_again_bit_for_bit(server: LiveServer, tmp_path: Path) -> None:
+    assert check_replayed(server, 40, tmp_path, "pt2") > 5
 
 
 @pytest.mark.nightly
@@ -156,7 +153,7 @@ def test_answers_of_three_formats_are_given_again_bit_for_bit(
 def test_a_thousand_of_a_thousand_answers_are_given_again(
     server: LiveServer, tmp_path: Path
 ) -> None:
-    assert check_replayed(server, 1000, tmp_path) > 100
+    assert check_replayed(server, 1000, tmp_path, *FILES) > 100
 
 
 def test_an_incident_says_what_led_to_an_answer(server: LiveServer) -> None:
@@ -174,6 +171,37 @@ def test_an_incident_says_what_led_to_an_answer(server: LiveServer) -> None:
     assert b64decode(own["answer"]) == answer.content
     assert found["worker"]["device"] == "cpu" and found["worker"]["threads"] >= 1
     assert found["machine"].keys() >= {"cpu", "instructions", "python", "torch", "modelyard"}
+
+
+@pytest.mark.nightly
+def test_sampled_texts_are_given_again_by_their_seeds(tmp_path: Path) -> None:
+    write_decoder(build_decoder(64), tmp_path)
+    config = tmp_path / "story.yaml"
+    config.write_text("minWorkers: 1\nbatchSize: 4\n")
+    write_archive(
+        "story", artifact=tmp_path / "model.pt2", handler="generate", config_file=config,
+        output_dir=tmp_path / "store", extra_files=[tmp_path / "tokenizer.json"],
+    )  # fmt: skip
+    option = start_options(tmp_path, incident_inputs=True)
+    with running(tmp_path / "state", tmp_path / "store", option, "--models=story") as server:
+
+        def tell(number: int) -> str:
+            seed = {} if number % 2 else {"seed": number}
+            body = {"prompt": f"{number}", "max_new_tokens": 20, "temperature": 1.5, **seed}
+            answer = server.client.post("/predictions/story", json=body)
+            assert answer.status_code == 200, answer.text
+            return answer.headers["x-request-id"]
+
+        with ThreadPoolExecutor(4) as threads:
+            documents = [fetch(server, id) for id in threads.map(tell, range(20))]
+        streamed = server.client.post(
+            "/predictions/story", json={"prompt": "é", "max_new_tokens": 5, "stream": True}
+        )
+        with pytest.raises(NothingCompared, match="was streamed"):
+            replay(server, fetch(server, streamed.headers["x-request-id"]), folder=tmp_path)
+        found = replay(server, *documents, folder=tmp_path)
+    assert [each["verdict"] for each in found] == ["same"] * 20, found
+    assert all(each["batch"][each["place"]]["seed"] is not None for each in documents)
 
 
 # -- the adversary -------------------------------------------------------------------------------
@@ -274,6 +302,45 @@ def is_accepted(server: LiveServer, document: Document, folder: Path) -> bool:
     except ArchiveError:
         return False
     return True
+
+
+@pytest.mark.parametrize(
+    ("cpu", "times", "verdict"),
+    [("", 1.0, "same"), ("", 1 + 1e-7, "differs"), ("another", 1.0, "same"),
+     ("another", 1 + 1e-7, "within"), ("another", 1.1, "differs")],
+)  # fmt: skip
+def test_a_bit_counts_on_this_machine_and_the_tolerance_elsewhere(
+    elsewhere: dict[tuple[str, float], Document], cpu: str, times: float, verdict: str
+) -> None:
+    found = elsewhere[cpu, times]
+    assert found["verdict"] == verdict, found
+    if not cpu:
+        assert (found["elsewhere"], found["parity"]) == ([], None)
+        return
+    assert [each for each in found["elsewhere"] if each.startswith("cpu: another then")]
+    assert found["parity"], "artifact and twin were compared here"
+
+
+@pytest.fixture(scope="module")
+def elsewhere(
+    server: LiveServer, tmp_path_factory: pytest.TempPathFactory
+) -> dict[tuple[str, float], Document]:
+    """Return what is said where another machine gave answers that were so many times as large."""
+    scan = (DIGITS / "scans" / "7.png").read_bytes()
+    answer = server.predict("onnx", scan)
+    document = fetch(server, answer.headers["x-request-id"])
+    said: dict[tuple[str, float], Document] = {}
+    for cpu in ("", "another"):
+        machine = {**document["machine"], **({"cpu": cpu} if cpu else {})}
+        for times in (1.0, 1 + 1e-7, 1.1):
+            labels = {label: share * times for label, share in answer.json().items()}
+            body = json.dumps(labels).encode() if times != 1 else answer.content
+            said[cpu, times] = with_own(
+                {**document, "machine": machine},
+                answer=b64encode(body).decode(), answer_sha256=hashlib.sha256(body).hexdigest(),
+            )  # fmt: skip
+    found = replay(server, *said.values(), folder=tmp_path_factory.mktemp("elsewhere"))
+    return dict(zip(said, found, strict=True))
 
 
 # -- bounds, ids, and what is not kept -----------------------------------------------------------
