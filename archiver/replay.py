@@ -80,7 +80,7 @@ class Replay:
     lacking: tuple[str, ...] = ()
     """Walls that did not stand around it."""
     batches: Sequence[Sequence[Mapping[str, Any]]] = ()
-    """Of each batch that was given, a `status` and a `body` in Base64 for each request."""
+    """A `status` and a `body` in Base64 for each request of each batch that was given."""
 
 
 def replay(

@@ -19,7 +19,7 @@ from modelyard.serve.control.registry import ModelVersion
 from modelyard.serve.dataplane import wire
 from modelyard.serve.dataplane.call import Call
 from modelyard.serve.dataplane.metrics import GAUGE
-from modelyard.serve.dataplane.worker import Worker, WorkerPlan, flags_of
+from modelyard.serve.dataplane.worker import Worker, WorkerPlan
 from modelyard.serve.errors import Conflict, NoSuchRoute
 from modelyard.serve.http.connection import RequestResponseCycle
 from modelyard.serve.observers import Host
@@ -67,12 +67,14 @@ class Store:
         rows: list[Row] = []
         keeps, size, held = self.keeps, BATCH_BYTES, 0
         for job, item in ran:  # once for every answer
+            # As the worker was sent them.
+            flags = job.flags | job.kind * wire.EXPLAIN | job.retried * wire.ALONE
             parts, answer = job.parts, item.body
             body = parts[0] if len(parts) == 1 else b"".join(parts)
             digest = sha256(answer).digest() if job.stream is None else None
             kept = (bytes(body), bytes(answer) if digest else None) if keeps else (None, None)
             rows.append((
-                job.head, flags_of(job), job.rows, sha256(body).digest(), len(body), item.code,
+                job.head, flags, job.rows, sha256(body).digest(), len(body), item.code,
                 digest, item.queue_us, item.handler_us, *kept,
             ))  # fmt: skip
             size += ROW_BYTES + len(job.head)

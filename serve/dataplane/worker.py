@@ -633,7 +633,10 @@ class Worker(asyncio.BufferedProtocol):
             id = self._next_id = self._next_id % 0xFFFFFFFF + 1
             self.flight[id] = job
             self.held[job.kind] += job.rows
-            frame.add(id, job.rows, flags_of(job), job.head, job.parts, now_us)
+            flags = job.flags
+            flags |= wire.EXPLAIN if job.kind == EXPLAIN else 0
+            flags |= wire.ALONE if job.retried else 0
+            frame.add(id, job.rows, flags, job.head, job.parts, now_us)
         if not is_next:
             self.busy_since = self.began_at = self._pool.clock.read(monotonic())
             self.running = rows
@@ -656,12 +659,6 @@ class Worker(asyncio.BufferedProtocol):
     def takes_work(self) -> bool:
         """Whether it may be given anything new."""
         return self.is_ready and not (self.is_alone or self.is_reserved or self.is_closing)
-
-
-def flags_of(job: Call) -> int:
-    """Return a job's flags of `wire`, as its worker gets them now."""
-    explain = wire.EXPLAIN if job.kind == EXPLAIN else 0
-    return job.flags | explain | (wire.ALONE if job.retried else 0)
 
 
 def decoder_of_answers(

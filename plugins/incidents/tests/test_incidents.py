@@ -49,7 +49,7 @@ def write_mixes(folder: Path, store: Path, name: str = "mixes", more: str = "") 
 
 def start_options(folder: Path, **settings: object) -> str:
     """Write settings to a file, and return the option that names it."""
-    models = {name: {"minWorkers": 1} for name in FILES}
+    models = {name: {"minWorkers": 1, "maxBatchDelay": 30} for name in FILES}
     waits = {"maxBatchDelay": 200, "batchSize": 4, "minWorkers": 1}
     every = {"model_settings": {**models, "mixes": waits}, "incidents": 5000, **settings}
     file = folder / "settings.yaml"
@@ -125,9 +125,9 @@ def check_replayed(server: LiveServer, count: int, folder: Path, *formats: str) 
     draw = random.Random(0)
     answers: dict[str, httpx.Response] = {}
     while (done := len(answers)) < count:
-        numbers = range(done, min(count, done + 40))
+        numbers = range(done, min(count, done + 20))
         draws = [random.Random(draw.random()) for _ in numbers]
-        with ThreadPoolExecutor(draw.randint(1, 16)) as threads:
+        with ThreadPoolExecutor(draw.choice((16, 8, 3, 1))) as threads:
             answers |= threads.map(partial(ask_digits, server, formats), numbers, draws)
     documents = [fetch(server, id) for id in answers]
     outcomes = replay(server, *documents, folder=folder)
