@@ -5,8 +5,6 @@ https://huggingface.github.io/text-embeddings-inference
 https://docs.cohere.com/reference/rerank
 """
 
-from __future__ import annotations
-
 import math
 from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
@@ -41,7 +39,7 @@ class Row(NamedTuple):
     values: np.ndarray
 
     @classmethod
-    def read(cls, body: bytes) -> Row:
+    def read(cls, body: bytes) -> "Row":
         """Read what a worker answers."""
         return cls(int.from_bytes(body[:4], "little"), np.frombuffer(body, "<f4", offset=4))
 

@@ -4,8 +4,6 @@ It runs on the cores of the server that it measures, so it does little: the byte
 made once, answers are parsed in C, and only their status and time are kept.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import deque
@@ -67,7 +65,7 @@ class Load:
         text = body.decode("utf-8", "replace").strip()
         self.first_failure = self.first_failure or f"{status}: {text}"
 
-    def add(self, later: Load) -> None:
+    def add(self, later: "Load") -> None:
         """Take in what another load saw of the same."""
         self.latencies_s = sorted(self.latencies_s + later.latencies_s)
         self.parts.append(later.rate)
@@ -76,7 +74,7 @@ class Load:
         self.seconds += later.seconds
         self.cpu_s += later.cpu_s
 
-    def end(self, seconds: float, cpu_s: float) -> Load:
+    def end(self, seconds: float, cpu_s: float) -> "Load":
         """Return it with its time, sorted."""
         self.seconds, self.cpu_s = seconds, cpu_s
         self.latencies_s.sort()
@@ -212,7 +210,7 @@ class _Connections:
         """When the last answer came."""
         return max(client.answered_at for client in self.all)
 
-    async def __aenter__(self) -> _Connections:
+    async def __aenter__(self) -> "_Connections":
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         return self
 
@@ -222,7 +220,7 @@ class _Connections:
         if not self._broken.cancel():
             self._broken.exception()  # somebody else has said it
 
-    async def open(self) -> _Client:
+    async def open(self) -> "_Client":
         """Return a new one, which does nothing yet."""
         host, port = self._parts.hostname or "", self._parts.port or 80
         loop = asyncio.get_running_loop()

@@ -11,8 +11,6 @@ How often the live version's two answers differ is the noise that the candidate 
 Where the candidate's own two differ its answers depend on what else it is asked.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections import deque
@@ -77,9 +75,9 @@ class CopyBatch:
     """Whether the candidate runs them; else the live version."""
     since: float
     """When it was made, and then when it began to run."""
-    first: CopyBatch | None = None
+    first: "CopyBatch | None" = None
     """Batch that its only copy was in before; None where it is asked for the first time."""
-    then: CopyBatch | None = None
+    then: "CopyBatch | None" = None
     """What runs when it has ended."""
     worker: Worker = field(init=False)
     sinks: Sequence[asyncio.Future[Reply]] = ()
@@ -136,7 +134,7 @@ class Shadow:
     """
 
     def __init__(
-        self, live: ModelVersion, candidate: ModelVersion, share: float, findings: Trial,
+        self, live: ModelVersion, candidate: ModelVersion, share: float, findings: "Trial",
         is_own: bool = False,
     ) -> None:  # fmt: skip
         self._live = live
