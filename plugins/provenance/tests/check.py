@@ -14,6 +14,7 @@ from typing import Any
 
 def check_dsse(bundle: Path, key: Path) -> None:
     """Verify the envelope by securesystemslib, and read the statement by in-toto's attestation."""
+    from cryptography.hazmat.primitives.serialization import load_pem_public_key
     from google.protobuf.json_format import ParseDict
     from in_toto_attestation.v1.statement import Statement
     from in_toto_attestation.v1.statement_pb2 import Statement as Message
@@ -21,18 +22,11 @@ def check_dsse(bundle: Path, key: Path) -> None:
     from securesystemslib.signer import SSlibKey
 
     envelope: Any = json.loads(bundle.read_bytes())["dsseEnvelope"]
-    public = SSlibKey.from_pem(key.read_bytes()) if hasattr(SSlibKey, "from_pem") else _key(key)
+    public = SSlibKey.from_crypto(load_pem_public_key(key.read_bytes()))
     envelope["signatures"] = [{**each, "keyid": public.keyid} for each in envelope["signatures"]]
     Envelope.from_dict(envelope).verify([public], 1)
     message = ParseDict(json.loads(base64.b64decode(envelope["payload"])), Message())
     Statement.copy_from_pb(message).validate()
-
-
-def _key(file: Path) -> Any:
-    from cryptography.hazmat.primitives.serialization import load_pem_public_key
-    from securesystemslib.signer import SSlibKey
-
-    return SSlibKey.from_crypto(load_pem_public_key(file.read_bytes()))  # type: ignore[arg-type]
 
 
 def check_spdx(file: Path) -> None:
@@ -51,4 +45,8 @@ def check_spdx(file: Path) -> None:
 
 
 if __name__ == "__main__":
-    {"dsse": check_dsse, "spdx": check_spdx}[sys.argv[1]](*map(Path, sys.argv[2:]))
+    given = [Path(word) for word in sys.argv[2:]]
+    if sys.argv[1] == "dsse":
+        check_dsse(*given)
+    else:
+        check_spdx(*given)
