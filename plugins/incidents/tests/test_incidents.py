@@ -34,6 +34,8 @@ Document = dict[str, Any]
 MIXES = """
 def handle(data, context):
     texts = [bytes(row["body"]).decode() for row in data or ()]
+    if texts and texts[0].startswith("long"):
+        return ["x" * 5_000_000] * len(texts)
     return [f"{text} after {'+'.join(texts[:at]) or 'none'}" for at, text in enumerate(texts)]
 """
 """A handler whose answers depend on who shares the batch, and in which order."""
@@ -423,6 +425,16 @@ def test_without_the_setting_nothing_of_a_client_is_in_the_file(bounded: LiveSer
     text = json.dumps(found) + b64decode(own["head"]).decode()
     assert not [each for each in ("jane", "1234", "private") if each in text]
     assert "image/x" in text
+
+
+def test_a_batch_whose_answers_fill_several_frames_is_one(bounded: LiveServer) -> None:
+    with ThreadPoolExecutor(4) as threads:
+        ids = [f"long-{number}" for number in range(4)]
+        list(threads.map(lambda id: ask(bounded, id, "long"), ids))
+    found = fetch(bounded, ids[0])
+    assert sorted(each["id"] for each in found["batch"]) == ids
+    digest = hashlib.sha256(b"x" * 5_000_000).hexdigest()
+    assert {each["answer_sha256"] for each in found["batch"]} == {digest}
 
 
 def command(app: Any, *words: str | Path, code: int) -> str:
