@@ -257,7 +257,7 @@ REFUSED: dict[str, Callable[[Document], Document]] = {
     "a place outside": lambda one: sealed({**one, "place": 4}),
     "another id": lambda one: sealed({**one, "id": "somebody"}),
     "a key that nobody knows": lambda one: sealed(
-        {**one, "worker": {**one["worker"], "load": {"envelope": "os.system", "batch_size": 4}}}
+        {**one, "worker": {**one["worker"], "load": {"nvtx": True, "batch_size": 4}}}
     ),
     "a device that is none": lambda one: sealed(
         {**one, "worker": {**one["worker"], "device": "/dev/null"}}
