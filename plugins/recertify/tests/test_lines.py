@@ -214,8 +214,11 @@ def test_a_line_that_was_altered_after_it_was_signed_is_not_believed(
     rewrite(signed, lambda content: signature.update({SIGNING_NAME: content[SIGNING_NAME]}))
     _leave_the_signature_out_of_the_digests(signed)
 
-    with open_archive(signed) as opened, pytest.raises(NotTrusted, match=r"proven\.json"):
-        find_signer(opened, read_trusted_keys(keys / "release.pub"))
+    with open_archive(signed) as opened:
+        with pytest.raises(NotTrusted, match=r"proven\.json"):
+            find_signer(opened, read_trusted_keys(keys / "release.pub"))
+        with pytest.raises(NotTrusted, match=r"proven\.json"):
+            lines.signed_until(opened, key, None)
 
 
 def _leave_the_signature_out_of_the_digests(path: Path) -> None:

@@ -95,6 +95,19 @@ def test_every_wrong_kernel_is_found(digits_store: Path, tmp_path: Path) -> None
     judge(tried)
 
 
+@pytest.mark.network
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_real_versions_raise_no_alarm(lean: Path) -> None:
+    versions = ("1.32.0", "1.30.0", "1.27.0", "1.24.4", "1.22.1")
+
+    ran = modelyard(
+        "recertify", lean, *(f"--with=onnxruntime=={each}" for each in versions), timeout_s=800
+    )
+
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
 def test_what_nothing_runs_is_said_and_nothing_starts(digits_store: Path) -> None:
     nowhere = Environment("onnxruntime==1", (ONNXRUNTIME,), Path("/nowhere/bin/python"))
 
