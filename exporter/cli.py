@@ -70,6 +70,7 @@ def export_command(
     dtype: Annotated[_Text, _option("dtype")] = None,
     quantize: Annotated[_Text, _option("quantize")] = None,
     max_loss: Annotated[float | None, _option("max_loss")] = None,
+    exact_labels: Annotated[bool, _option("exact_labels")] = False,
     samples: Annotated[list[Path] | None, _option("samples", more=_AGAIN)] = None,
     quick: Annotated[bool, _option("quick")] = False,
     sample_only: Annotated[bool, _option("sample_only")] = False,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 SUFFIXES = {"pt2": ".pt2", "onnx": ".onnx", "torchscript": ".pt", "aoti": ".aoti.pt2"}
 """Format → suffix of its artifacts."""
-STATIC = "int8-static"
+STATIC, AUTO = "int8-static", "auto"
 
 _OTHER_FLAGS = {
     "announce": "--trust",
@@ -31,7 +31,7 @@ _OTHER_FLAGS = {
 }
 _WRITTEN = (
     "model task weights_key ema announce model_args generate inputs submodule output_names formats "
-    "name device tolerance dtype quantize max_loss "
+    "name device tolerance dtype quantize max_loss exact_labels "
     "samples quick sample_only output_dir"
 )
 FLAGS: Mapping[str, str] = {
@@ -60,6 +60,7 @@ def export(
     dtype: str | None = None,
     quantize: str | None = None,
     max_loss: float | None = None,
+    exact_labels: bool = False,
     generate: bool = False,
     samples: Sequence[str | Path] = (),
     quick: bool = False,
@@ -103,9 +104,12 @@ def export(
         dtype: precision of weights and floating-point inputs: fp32, bf16 or fp16. Default: the
             checkpoint's own. Parity compares with the checkpoint in float32.
         quantize: quantisation for onnx: int8-dynamic (8-bit weights) or int8-static (activations
-            too, in the ranges that the rows of the samples reach, some of which are compared on).
+            too, in the ranges that the rows of the samples reach, some of which are compared on),
+            or auto: the smallest of these and float32 that loses no more than max_loss.
         max_loss: what a lower precision may lose without a warning: of rows with another largest
             value, and of variance (1 - R2), whichever is more. Default: 0.01.
+        exact_labels: with quantize and samples: rows whose two largest values are closer than the
+            samples' largest errors run again in float32, inside of the same file.
         generate: write a Hugging Face decoder (GPT-2, Llama …) with its cache, for the handler
             generate; inputs are needed for other ranges only.
         samples: real inputs to compare on: .npz, .npy, .pt, .json, .txt or a picture; nothing of
@@ -123,7 +127,10 @@ def export(
             not be written anew are as they were.
     """
     given = locals()
-    from modelyard.exporter.trip import run
+    if quantize == AUTO:
+        from modelyard.exporter.auto import choose as run
+    else:
+        from modelyard.exporter.trip import run
 
     for each in ("inputs", "formats", "output_names"):
         if isinstance(given[each], str):
@@ -161,6 +168,7 @@ class ExportRequest:
     dtype: str | None = None
     quantize: str | None = None
     max_loss: float | None = None
+    exact_labels: bool = False
     generate: bool = False
     samples: Sequence[Path] = ()
     quick: bool = False

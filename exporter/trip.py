@@ -2,6 +2,7 @@
 
 import functools
 import json
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -31,6 +32,7 @@ from modelyard.exporter.errors import (
     propose_no_failed_format,
 )
 from modelyard.exporter.formats import (
+    rerun,
     to_aoti,
     to_exported_program,
     to_onnx,
@@ -327,14 +329,24 @@ def _writers(request: ExportRequest, reference: Reference, inputs: Inputs) -> di
 
     def write_onnx(path: Path) -> Mapping[str, object]:
         if (file := file_of(model)) is not None:
-            details = file.write(path, signature, reference.keys)
+            details = {**file.write(path, signature, reference.keys)}
         else:
             details = to_onnx.write(program(), signature, path)
         if request.quantize is None:
             return details
-        if request.quantize == STATIC:
-            return details | to_onnx.quantize_static(path, signature, inputs.calibration)
-        return details | to_onnx.quantize(path)
+        full = path.with_name(f"full-{path.name}")
+        shutil.copyfile(path, full)
+        is_static = request.quantize == STATIC
+        details |= (
+            to_onnx.quantize_static(path, signature, inputs.calibration)
+            if is_static
+            else to_onnx.quantize(path)
+        )
+        if request.exact_labels:
+            samples = inputs.calibration if is_static else inputs.samples
+            details |= rerun.write(path, full, signature, samples, reference.run)
+        full.unlink()
+        return details
 
     return {
         "pt2": lambda path: to_exported_program.write(program(), path),

@@ -204,6 +204,10 @@ class Reference:
     rows: Rows | None = None
     """What finds out of an artifact whether its rows keep apart."""
 
+    def run(self, sample: Sample) -> Tensors:
+        """Return what the checkpoint gives for a sample."""
+        return self.cases.run(Probe("sample", sample.sizes), _lowered(sample, self.signature))
+
     @property
     def compared_with(self) -> str:
         """Name what the artifact is compared with."""
