@@ -5,7 +5,7 @@
 STORE is filled as by `benchmarks.recertify` where it holds none. Each pair of archive and runtime
 is proven, or refused with the layer that differs first or with the runtime's own sentence.
 `--faults` seeds wrongs of plugins/recertify/tests/runtime_faults.py into onnxruntime-web and
-OpenVINO, for the first so many archives: an agreement is a miss, unless the wrong changes nothing
+OpenVINO for the first so many archives: an agreement is a miss, unless the wrong changes nothing
 of the archive. Of harmless changes, every difference is a false alarm.
 """
 

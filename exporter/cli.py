@@ -66,6 +66,7 @@ def export_command(
     formats: Annotated[_Texts, _option("formats", more=_AGAIN)] = None,
     name: Annotated[_Text, _option("name")] = None,
     device: Annotated[str, _option("device")] = "cpu",
+    tf32: Annotated[bool, _option("tf32")] = False,
     tolerance: Annotated[float | None, _option("tolerance")] = None,
     dtype: Annotated[_Text, _option("dtype")] = None,
     quantize: Annotated[_Text, _option("quantize")] = None,

@@ -53,6 +53,8 @@ def _problems(request: ExportRequest) -> Iterator[str]:
             "--exact-labels runs undecided rows of a quantised model again in float32; give "
             "--quantize int8-static or int8-dynamic, and --sample FILE with rows to learn from"
         )
+    if request.tf32 and not request.device.startswith("cuda"):
+        yield f"--tf32 is of CUDA devices, and --device is {request.device}; give --device cuda"
     if request.sample_only and not request.samples:
         yield "--sample-only has nothing to compare on; give --sample FILE too"
     try:

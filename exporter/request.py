@@ -31,7 +31,7 @@ _OTHER_FLAGS = {
 }
 _WRITTEN = (
     "model task weights_key ema announce model_args generate inputs submodule output_names formats "
-    "name device tolerance dtype quantize max_loss exact_labels "
+    "name device tf32 tolerance dtype quantize max_loss exact_labels "
     "samples quick sample_only output_dir"
 )
 FLAGS: Mapping[str, str] = {
@@ -56,6 +56,7 @@ def export(
     output_names: str | Sequence[str] = (),
     name: str | None = None,
     device: str = "cpu",
+    tf32: bool = False,
     tolerance: float | None = None,
     dtype: str | None = None,
     quantize: str | None = None,
@@ -99,6 +100,8 @@ def export(
             for each, in order.
         name: name of the artifacts, without suffix. Default: the checkpoint's.
         device: where to trace and check, cpu or cuda[:N]. The artifact loads on any.
+        tf32: with device cuda: let it round float32 to TensorFloat-32, which is 1e-3 apart and has
+            to be within the tolerance; report and workers do the same.
         tolerance: largest difference of one output value, over its row's largest where that is
             above 1. Default: 1e-4 for float32 and float64, 1e-2 for float16, 3e-2 for bfloat16.
         dtype: precision of weights and floating-point inputs: fp32, bf16 or fp16. Default: the
@@ -164,6 +167,7 @@ class ExportRequest:
     output_names: Sequence[str] = ()
     name: str | None = None
     device: str = "cpu"
+    tf32: bool = False
     tolerance: float | None = None
     dtype: str | None = None
     quantize: str | None = None
