@@ -269,7 +269,7 @@ class Settings(BaseModel):
     invocations: str | None = None
     """Model that `POST /invocations` asks, in MLflow's scoring protocol."""
     device: Annotated[str, _form(r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda or cuda:N")] = "auto"
-    """Device that models run on; auto takes CUDA where there is one."""
+    """Device that models run on; auto takes CUDA where there is one and the artifact can use it."""
     workers: int = Field(default=0, ge=0, le=MOST_WORKERS)
     """Workers of each model, of all servers; 0 chooses by cores and number of models."""
     max_loaded_models: int = Field(default=0, ge=0)

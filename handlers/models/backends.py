@@ -609,11 +609,16 @@ def _session_options(onnxruntime: Any) -> Any:
     return options
 
 
-def _check_provider(path: Path, device: torch.device) -> None:
-    """Refuse a CUDA device that onnxruntime would leave unused: the CPU is to be asked for."""
+def onnx_has_cuda() -> bool:
+    """Return whether the installed onnxruntime can use CUDA devices."""
     import onnxruntime
 
-    if device.type == "cuda" and _CUDA not in onnxruntime.get_available_providers():
+    return _CUDA in onnxruntime.get_available_providers()
+
+
+def _check_provider(path: Path, device: torch.device) -> None:
+    """Refuse a CUDA device that onnxruntime would leave unused: the CPU is to be asked for."""
+    if device.type == "cuda" and not onnx_has_cuda():
         raise LoadError(
             f"{path.name} would run on the CPU, and {device} was asked for: this onnxruntime has "
             "no CUDA support; install onnxruntime-gpu in its place, name a pt2 artifact of the "

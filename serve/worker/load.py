@@ -85,6 +85,7 @@ def load_service(message: dict[str, Any]) -> Service:
     config = read_config(folder, message["config_file"])
     manifest = choose_manifest(folder, message, config)
     device = choose_device(message["device"], message["worker"])
+    device = settle_device(message["device"], device, manifest)
     gpu = int(device.removeprefix("cuda:")) if device != "cpu" else None
     if gpu is not None:
         import torch
@@ -190,6 +191,27 @@ def choose_device(requested: str, worker: int) -> str:
             "start with --device auto or cpu, or check the driver with nvidia-smi"
         )
     return f"cuda:{index}"
+
+
+def settle_device(requested: str, device: str, manifest: Any) -> str:
+    """Return the device that `choose_device` gave, or with `auto` the CPU for what cannot use it.
+
+    That is an ONNX artifact of ours where the installed onnxruntime has no CUDA support; where a
+    CUDA device was asked for, it is refused when it is opened.
+    """
+    if requested != "auto" or device == "cpu" or "modelyard" not in (manifest or {}):
+        return device
+    file = (manifest.get("model") or {}).get("serializedFile") or ""
+    from modelyard.handlers.models.backends import onnx_has_cuda
+
+    if not file.endswith(".onnx") or onnx_has_cuda():
+        return device
+    logger.warning(
+        "%s runs on the CPU, as this onnxruntime has no CUDA support: install onnxruntime-gpu in "
+        "its place, or say --device cpu",
+        file,
+    )
+    return "cpu"
 
 
 def _count_devices() -> int:

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from modelyard.handlers.errors import LoadError
+from modelyard.handlers.models.backends import onnx_has_cuda
 from modelyard.serve.worker import dialect
 from modelyard.serve.worker.codec import OURS, Rules, our_rules
-from modelyard.serve.worker.load import choose_manifest
+from modelyard.serve.worker.load import choose_manifest, settle_device
 from tests.serve.forks import Run, forks
 
 Load = Callable[..., dict[str, Any]]
@@ -217,3 +218,23 @@ def test_our_handlers_are_given_no_twin_where_others_explain(
     message = {"manifest": manifest, "handler": handler, "only_predicts": only_predicts}
     assert bool(choose_manifest(tmp_path, message, {})[seal]["explain"]) == has_twin
     assert manifest[seal]["explain"], "the message is as it was"
+
+
+@pytest.mark.parametrize(
+    ("requested", "file", "sealed", "device"),
+    [
+        ("auto", "digits.onnx", True, "cpu"),
+        ("cuda", "digits.onnx", True, "cuda:0"),  # and is refused when it is opened
+        ("auto", "digits.pt2", True, "cuda:0"),
+        ("auto", "digits.onnx", False, "cuda:0"),
+        ("auto", "", True, "cuda:0"),
+    ],
+)
+def test_an_artifact_that_cannot_use_cuda_goes_to_the_cpu_unless_cuda_was_asked_for(
+    requested: str, file: str, sealed: bool, device: str
+) -> None:
+    if onnx_has_cuda():
+        pytest.skip("this onnxruntime has CUDA support")
+    manifest = {"model": {"serializedFile": file}} | ({"modelyard": {}} if sealed else {})
+    assert settle_device(requested, "cuda:0", manifest) == device
+    assert settle_device(requested, "cpu", manifest) == "cpu"
