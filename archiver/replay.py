@@ -98,6 +98,7 @@ def replay(
     batches: Sequence[Sequence[Mapping[str, Any]]] = (),
     load: Mapping[str, Any] | None = None,
     threads: int | None = None,
+    inputs: bool = False,
 ) -> Replay:
     """Load the archive that is unpacked in `folder`, and answer its golden requests.
 
@@ -114,6 +115,7 @@ def replay(
         explained: requests whose explanations are measured.
         budget_s: time that this may take; as long as it takes without.
         doubts: whether to end where nothing says what the model's numbers are.
+        inputs: whether `seen` of results holds what the model read, whole, and nothing else.
         device: auto, cpu, cuda or cuda:N.
         batches: what workers had before, to be answered again: of each request in the order of its
             batch `head` and `body` in Base64, `flags` and `rows`, as a frame has them.
@@ -135,6 +137,7 @@ def replay(
             for each in golden
         ],
         "record": record and unanswered is not None,
+        "inputs": inputs,
         "parity": asdict(pair) if pair else None,
         "reference": str(reference.absolute()) if reference else None,
         "explained": {"requests": [each._asdict() for each in explained], "budget_s": budget_s}

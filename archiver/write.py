@@ -25,6 +25,7 @@ from modelyard.archiver.manifest import (
     parse_manifest,
 )
 from modelyard.archiver.proven import find_other_versions
+from modelyard.archiver.read import Archive
 from modelyard.archiver.replay import UNPACKED
 from modelyard.archiver.report import Report, parse_report
 from modelyard.archiver.sbom import format_sbom
@@ -402,3 +403,39 @@ def overlay(folder: Path, files: Mapping[str, Path], target: Path) -> None:
         for name in own_files(folder)
     ]
     _pack(Plan(manifest, tuple(parts)), FolderWriter(target), _Meter(None, 0), None)
+
+
+def put(
+    archive: Archive, folder: Path, extra: Part, key: "PrivateKey | None", expires: datetime | None
+) -> None:
+    """Write an open archive anew in its place with one more file, whole or not at all.
+
+    All else stays: container, files, golden requests. Its digest changes. It is signed where there
+    is a key.
+
+    Args:
+        archive: what is replaced.
+        folder: where it is unpacked.
+        extra: the file; there may be one of its name already.
+        key, expires: as `write_archive` takes them.
+
+    Raises:
+        CannotArchive: a file in the folder is not the archive's, or nothing can be written there.
+    """
+    files = {each.name: each for each in archive.files}
+    for made in (names.MANIFEST_NAME, names.SBOM_NAME, names.SIGNING_NAME, extra.name):
+        files.pop(made, None)
+    parts = [
+        extra,
+        *(Part(name, folder / name, "file", each.sha256) for name, each in files.items()),
+    ]
+    plan = Plan(archive.manifest, tuple(sorted(parts, key=lambda part: part.name)))
+    is_stored = archive.path.stat().st_size > sum(each.size_bytes for each in files.values())
+    container = {"gzip'ed tar": "tgz", "folder": "no-archive"}.get(
+        archive.kind, "zip-store" if is_stored else "zip-deflate"
+    )
+    try:
+        with _replacing(archive.path, plan, container) as writer:
+            _pack(plan, writer, _Meter(None, 0), key, expires)
+    except OSError as error:
+        raise CannotArchive(f"cannot write {archive.path}: {error.strerror or error}") from error

@@ -1,7 +1,29 @@
-"""What outlasts a power cut."""
+"""What outlasts a power cut, and what is built once."""
 
+import fcntl
 import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+
+
+def build_once(folder: Path, build: Callable[[], None]) -> None:
+    """Have a folder built by one process while the others wait; half a one is never used.
+
+    `complete` in it says that it is whole.
+    """
+    folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with folder.with_name(f"{folder.name}.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one process at a time builds it; a dead one's is free
+        if (folder / "complete").exists():
+            return
+        shutil.rmtree(folder, ignore_errors=True)
+        try:
+            build()
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        (folder / "complete").touch()
 
 
 def flush(path: Path) -> None:

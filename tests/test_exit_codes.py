@@ -27,6 +27,7 @@ WRONG: dict[str, dict[str, str]] = {
     },
     "verify": {"--device": "zip"},
     "diff": {"--device": "zip", "--tolerance": "-1"},
+    "recertify": {"archives": "nowhere", "--with": "zip", "--runtime": "zip"},
     "serve start": {
         "--device": "zip", "--auth": "zip", "--log-format": "zip", "--log-level": "zip",
         "--port": "99999", "--workers": "9999", "--explain-share": "2",
@@ -77,6 +78,7 @@ REQUIRED = {
     "archive": ["m", "--handler", "h.py"],
     "verify": ["m.mar"],
     "diff": ["m.mar", "n.mar"],
+    "recertify": ["examples/digits/digits.pt"],
     "models describe": ["m"],
     "models register": ["m.mar"],
     "models scale": ["m", "1"],

@@ -1,7 +1,7 @@
 """The first submodule at which an artifact leaves the checkpoint's model."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ def first_difference(artifact: Path, format: str, reference: Reference, case: Ca
     try:
         eager = _run_eager(reference, case)
         for name, difference in finder(artifact, eager, case):
-            if difference > _tolerance(reference):
+            if difference > first_tolerance(_dtype_of(reference)):
                 kind = _kind(reference.original, name)
                 return f'the first submodule that differs is "{name}"{kind}, by {difference:.1e}'
     # A doctored or half-supported file fails in the loader or the interpreter of its format.
@@ -40,13 +40,15 @@ def first_difference(artifact: Path, format: str, reference: Reference, case: Ca
     return "no single submodule differs, only the model as a whole"
 
 
-def _tolerance(reference: Reference) -> float:
-    floats = [
-        value.dtype for value in reference.model.state_dict().values() if value.is_floating_point()
-    ]
-    name = str(floats[0] if floats else torch.float32).removeprefix("torch.")
+def _dtype_of(reference: Reference) -> torch.dtype:
+    values = reference.model.state_dict().values()
+    return next((each.dtype for each in values if each.is_floating_point()), torch.float32)
+
+
+def first_tolerance(dtype: torch.dtype) -> float:
+    """Return above what a value inside a model is where its outputs start to differ."""
     # Rounding that is within the tolerance at the end is much less at its start.
-    return TOLERANCES.get(name, 1e-4) / 10
+    return TOLERANCES.get(str(dtype).removeprefix("torch."), 1e-4) / 10
 
 
 def _kind(model: nn.Module, name: str) -> str:
@@ -116,10 +118,7 @@ def _in_onnx(artifact: Path, eager: _Seen, case: Case) -> Iterator[tuple[str, fl
     model = onnx.load(artifact)
     last = _last_outputs(model.graph.node)
     wanted = {name: last[name] for name in eager if name in last}
-    known = {value.name for value in model.graph.output}
-    for value in dict.fromkeys(wanted.values()):
-        if value not in known:
-            model.graph.output.append(onnx.helper.make_empty_tensor_value_info(value))
+    expose(model, wanted.values())
     session = onnxruntime.InferenceSession(
         model.SerializeToString(), providers=["CPUExecutionProvider"]
     )
@@ -128,6 +127,16 @@ def _in_onnx(artifact: Path, eager: _Seen, case: Case) -> Iterator[tuple[str, fl
     found = session.run(list(wanted.values()), feed) if wanted else []
     for name, value in zip(wanted, found, strict=True):
         yield name, _apart(eager[name][1], torch.from_numpy(value))
+
+
+def expose(model: Any, values: Iterable[str]) -> None:
+    """Make values of an ONNX model's graph further outputs of it."""
+    import onnx
+
+    known = {value.name for value in model.graph.output}
+    for value in dict.fromkeys(values):
+        if value not in known:
+            model.graph.output.append(onnx.helper.make_empty_tensor_value_info(value))
 
 
 def _last_outputs(nodes: Any) -> Mapping[str, str]:

@@ -36,6 +36,25 @@ def record(calls: Sequence[Call]) -> dict[str, Any] | None:
     return tensors and {name: list(map(_record, each)) for name, each in tensors.items()}
 
 
+def inputs_read(calls: Sequence[Call]) -> list[dict[str, str]]:
+    """Return the inputs of the first call as JSON, whole; nothing where no tensors were seen."""
+    tensors = _tensors(calls)
+    return [
+        {"type": type_name(each), "values": b64encode(_bytes(each.detach().cpu())).decode()}
+        for each in (tensors["inputs"] if tensors else ())
+    ]
+
+
+def restored(stated: Mapping[str, str]) -> Tensor | None:
+    """Return the tensor that was recorded; None where only some of its values were."""
+    dtype, _, sizes = stated["type"].rstrip("]").partition("[")
+    tensor = torch.empty([int(size) for size in sizes.split(",") if size], dtype=torch_dtype(dtype))
+    data = bytearray(b64decode(stated["values"]))
+    if len(data) != tensor.nbytes:
+        return None
+    return torch.frombuffer(data, dtype=tensor.dtype).reshape(tensor.shape) if data else tensor
+
+
 def describe_difference(
     recorded: Mapping[str, Any], calls: Sequence[Call], report: Report | None
 ) -> str | None:
@@ -107,7 +126,7 @@ def _record(tensor: Tensor) -> dict[str, Any]:
     values = _values(tensor)
     return {
         "type": type_name(tensor),
-        "sha256": hashlib.sha256(_bytes(tensor.detach().cpu().flatten())).hexdigest(),
+        "sha256": hashlib.sha256(_bytes(tensor.detach().cpu())).hexdigest(),
         "values": b64encode(_bytes(values)).decode(),
     }
 
@@ -118,7 +137,8 @@ def _values(tensor: Tensor) -> Tensor:
 
 
 def _bytes(values: Tensor) -> bytes:
-    return values.contiguous().view(torch.uint8).numpy().tobytes() if values.numel() else b""
+    flat = values.flatten().contiguous()
+    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 
 def _apart(what: str, stated: Mapping[str, Any], tensor: Tensor, rule: Rule) -> str | None:

@@ -5,10 +5,8 @@ there once. It is named by the digest of what it holds, built once, and shared b
 versions that pin the same. Only its workers use it: nothing is installed where the server runs.
 """
 
-import fcntl
 import hashlib
 import logging
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -21,6 +19,7 @@ from modelyard.archiver.proven import installed_version
 from modelyard.archiver.requirements import parse_pin
 from modelyard.archiver.source_checks import our_modules
 from modelyard.archiver.untrusted.names import LOCK_NAME, WHEELS_FOLDER
+from modelyard.base.disk import build_once
 from modelyard.serve.errors import BadRequest, RequirementsFailed
 
 logger = logging.getLogger(__name__)
@@ -75,21 +74,15 @@ def _environment(
     """Return the interpreter of the environment with these requirements."""
     key = hashlib.sha256(f"{sys.version}\0{sys.prefix}\0".encode() + requirements).hexdigest()
     folder = environments / key[:32]
-    python, complete = folder / "bin" / "python", folder / "complete"
-    environments.mkdir(mode=0o700, exist_ok=True)
-    with (environments / f"{folder.name}.lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # one process at a time builds it; a dead one's is free
-        if not complete.exists():
-            count = sum(bool(line.strip()) for line in requirements.splitlines())
-            logger.info("%s: installing %d requirements into %s", name, count, folder)
-            shutil.rmtree(folder, ignore_errors=True)
-            try:
-                _build(name, folder, python, arguments)
-            except BaseException:
-                shutil.rmtree(folder, ignore_errors=True)
-                raise
-            complete.touch()
-            logger.info("%s: its environment is ready", name)
+    python = folder / "bin" / "python"
+
+    def build() -> None:
+        count = sum(bool(line.strip()) for line in requirements.splitlines())
+        logger.info("%s: installing %d requirements into %s", name, count, folder)
+        _build(name, folder, python, arguments)
+        logger.info("%s: its environment is ready", name)
+
+    build_once(folder, build)
     return str(python)
 
 

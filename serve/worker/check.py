@@ -7,6 +7,7 @@ The archiver has it run, for a dry run before an archive is written and to verif
                   "proven_batch": largest batch that the report proved, or null,
                   "golden": the manifest's; an entry whose "expected" is null is answered,
                   "record": whether what the model reads and gives is recorded,
+                  "inputs": whether what the model reads is seen whole, and nothing is recorded,
                   "parity": {"artifact": file, "twin": file, "report": file, "twin_report": file}
                             or null,
                   "reference": path of the requests whose reasons are averaged, or null,
@@ -17,7 +18,8 @@ The archiver has it run, for a dry run before an archive is written and to verif
                   "batches": what workers had before, to be answered again}
     result.json  {"device": …, "lacking": [name of a wall that does not stand, …],
                   "golden": [{"answer": …, "difference": text or null,
-                              "seen": what is added to what is expected}, …],
+                              "seen": what is added to what is expected, or
+                                      {"inputs": [{"type": …, "values": …}, …]}}, …],
                   "parity": {"cases": count, "summary": text, "differences": [text, …]} or null,
                   "coverage": {change of the pipeline: what an example that notices it must have,
                                "" where one does}, where it was recorded,
@@ -66,7 +68,7 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
     service = load.load_service(message)
     seen: list[Any] = []
     golden = [
-        _replay(service, example, i, seen, is_recorded=task["record"])
+        _replay(service, example, i, seen, is_recorded=task["record"], inputs=task["inputs"])
         for i, example in enumerate(task["golden"])
     ]
     if task.get("doubts") and not any(each["difference"] for each in golden):
@@ -154,12 +156,17 @@ def _replay(
     seen: list[Any],
     *,
     is_recorded: bool,
+    inputs: bool,
 ) -> dict[str, Any]:
     """Answer one golden request; `seen` gets the inputs of the model's calls."""
     answer, calls = answer_golden(service, example, number)
-    seen += [inputs for inputs, _ in calls]
+    seen += [given for given, _ in calls]
     value = value_of(answer)
     result: dict[str, Any] = {"answer": value, "difference": None}
+    if inputs:
+        from modelyard.handlers.proof.witness import inputs_read
+
+        result["seen"] = {"inputs": inputs_read(calls)}
     wrong = (service.handler.wrong_kind(outputs) for _, outputs in calls)
     if problem := next(filter(None, wrong), None):
         return result | {"difference": problem}

@@ -1,0 +1,1 @@
+"""Whether archives answer the same on other versions and other runtimes, said beforehand."""

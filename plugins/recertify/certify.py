@@ -1,0 +1,466 @@
+"""An archive's artifacts, run here and in other environments, and judged by the archive's own rule.
+
+The inputs are those of the export, made anew, and what the model reads for the golden requests. Two
+runs of an artifact are two copies of it: `handlers.proof.copies` judges them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from modelyard.archiver.errors import ArchiveError
+from modelyard.archiver.manifest import Manifest
+from modelyard.archiver.proven import DIFFERS, SAME, WITHIN, find_difference
+from modelyard.archiver.read import Archive, open_archive
+from modelyard.archiver.replay import UNPACKED, replay
+from modelyard.archiver.report import Report, parse_report
+from modelyard.archiver.untrusted.container import OpenFile
+from modelyard.archiver.untrusted.json import parse_json
+from modelyard.archiver.verify import verify_archive
+from modelyard.exporter.prove.locate import expose, first_tolerance
+from modelyard.handlers.errors import HandlerError, UnsafeProgram
+from modelyard.handlers.judge.check import check
+from modelyard.handlers.judge.onnx_file import check_onnx
+from modelyard.handlers.models.backends import detect_format, dtype_name, type_name
+from modelyard.handlers.proof.agree import Rule, compare, disagreement
+from modelyard.handlers.proof.copies import judge, repeated_probes
+from modelyard.handlers.proof.probes import Probe, make_case
+from modelyard.handlers.proof.witness import describe_difference, restored
+from modelyard.plugins.recertify.environments import HERE_PYTHON, Environment
+from modelyard.plugins.recertify.runs import Case, Outcome, Program, run
+from modelyard.plugins.recertify.runtimes import HERE, Runtime
+
+NOT_RUN, UNTOUCHED = "not run", "untouched"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What came of one artifact of an archive in one environment."""
+
+    archive: Path
+    digest: str
+    """Digest of the archive that was run; empty where it cannot be opened."""
+    environment: str
+    verdict: str
+    """`same bits`, `within`, `differs`, `not run`, or `untouched` where nothing of the archive runs
+    on what was asked for."""
+    artifact: str = ""
+    artifact_sha256: str = ""
+    runtime: str = ""
+    there: str = ""
+    """Its version."""
+    here: str = ""
+    """What it is compared with: `onnxruntime 1.31.1`."""
+    cases: int = 0
+    golden: int = 0
+    """How many of the cases are what the model reads for golden requests."""
+    share: float = 0.0
+    """Largest difference over what the archive's rule allows; may be infinite."""
+    max_abs: float = 0.0
+    sample: str = ""
+    """The case that shows it most."""
+    moved: int = 0
+    """Rows whose largest value is at another place."""
+    first: str = ""
+    """The first value inside the model that differs."""
+    why: str = ""
+    """Sentences: what differs, or why nothing was run."""
+    note: str = ""
+    """What holds back a line of the archive."""
+    seconds: float = 0.0
+    """Time of the model there."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """What the runner says of its environment."""
+    written: str = ""
+    """The archive's digest with a line about this."""
+
+
+@dataclass(frozen=True)
+class GoldenCase(Probe):
+    """What the model reads for a golden request."""
+
+    request: str = ""
+
+    def __str__(self) -> str:
+        return f"golden request {self.request}"
+
+
+@dataclass(frozen=True)
+class Read:
+    """What the model reads for a golden request."""
+
+    request: str
+    inputs: Sequence[Tensor]
+    recorded: Mapping[str, Any]
+    """What the archive says of it, as `handlers.proof.witness` has it; may be empty."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """An artifact with its report, and what it is given."""
+
+    path: Path
+    report: Report
+    probes: Sequence[Probe]
+    """The last of them are what the model reads for `golden`."""
+    golden: Sequence[Read]
+
+    @property
+    def program(self) -> Program:
+        """What a runner is told."""
+        signature = self.report.signature
+        inputs, outputs = (
+            tuple(spec.name for spec in specs) for specs in (signature.inputs, signature.outputs)
+        )
+        return Program(self.path, self.report.format, inputs, outputs)
+
+    def case(self, place: int) -> Case:
+        """Return the inputs of a case."""
+        probe = self.probes[place]
+        if isinstance(probe, GoldenCase):
+            inputs = self.golden[place - len(self.probes)].inputs
+        else:
+            inputs = make_case(self.report.tried, probe)
+        return dict(zip(self.program.inputs, inputs, strict=True))
+
+    def cases(self) -> Iterator[Case]:
+        """Yield the inputs of all cases."""
+        return map(self.case, range(len(self.probes)))
+
+    def is_as_recorded(self, outcome: Outcome) -> bool:
+        """Return whether the model gives for golden requests what it gave when it was archived."""
+        first = len(self.probes) - len(self.golden)
+        return not any(
+            describe_difference(
+                read.recorded, [(tuple(read.inputs), tuple(outcome.outputs(place).values()))],
+                self.report,
+            )
+            for place, read in enumerate(self.golden, first)
+            if read.recorded
+        )  # fmt: skip
+
+
+def recertify(paths: Sequence[Path], environments: Sequence[Environment]) -> Iterator[list[Row]]:
+    """Yield the rows of each archive; environments are made before.
+
+    Raises:
+        NothingCompared: an environment cannot be made.
+    """
+    for environment in environments:
+        environment.build()
+    for path in paths:
+        with contextlib.ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="modelyard-")))
+            try:
+                archive = stack.enter_context(open_archive(path, staging=folder))
+                yield list(certify(archive, folder, environments))
+            except (ArchiveError, HandlerError) as error:
+                said = " ".join(str(error).split())
+                yield [Row(path, "", each.name, NOT_RUN, why=said) for each in environments]
+
+
+def certify(archive: Archive, folder: Path, environments: Sequence[Environment]) -> Iterator[Row]:
+    """Yield what comes of an archive's artifacts in each environment.
+
+    Args:
+        archive: open, so that its digests agree.
+        folder: an empty folder, in which it is unpacked.
+        environments: made already.
+
+    Raises:
+        ArchiveError, HandlerError: nothing of it can be run or compared.
+    """
+    unpacked = folder / UNPACKED
+    archive.unpack(unpacked)
+    reports = dict(_reports(archive))
+    formats = {report.format for report in reports.values()}
+    wanted = [
+        (environment, [each for each in environment.runtimes if formats & {*each.formats}])
+        for environment in environments
+    ]
+    for environment, runtimes in wanted:
+        if not runtimes:
+            why = f"it holds {', '.join(sorted(formats))}, which none of that runs"
+            yield Row(archive.path, archive.digest, environment.name, UNTOUCHED, why=why)
+    golden = _golden(archive, unpacked) if any(runtimes for _, runtimes in wanted) else []
+    for name, report in reports.items():
+        runs = [
+            (environment, runtime)
+            for environment, runtimes in wanted
+            for runtime in runtimes
+            if report.format in runtime.formats
+        ]
+        if not runs:
+            continue
+        subject = _subject(unpacked / name, report, golden)
+        expected = run(HERE[report.format], HERE_PYTHON, subject.program, subject.cases(), folder)
+        if name == archive.manifest.serialized_file and not subject.is_as_recorded(expected):
+            _replayed(unpacked, archive.manifest)  # a handler may give something else on purpose
+        for environment, runtime in runs:
+            row = Row(archive.path, archive.digest, environment.name, NOT_RUN, name,
+                      report.artifact_sha256, runtime.name)  # fmt: skip
+            try:
+                yield _compare(row, subject, expected, runtime, environment.python, folder)
+            except (ArchiveError, HandlerError) as error:
+                yield replace(row, why=" ".join(str(error).split()))
+        expected.discard()
+
+
+def read_subject(archive: Archive, folder: Path, format: str) -> Subject:
+    """Return an archive's artifact of a format, unpacked below an empty folder.
+
+    Raises:
+        ArchiveError: it holds none with a proof, or nothing to compare it on.
+        HandlerError: the file is not what it says.
+    """
+    unpacked = folder / UNPACKED
+    archive.unpack(unpacked)
+    for name, report in _reports(archive):
+        if report.format == format:
+            return _subject(unpacked / name, report, _golden(archive, unpacked))
+    raise ArchiveError(
+        f"{archive.path.name} holds no {format} with a report; export it with --format {format}"
+    )
+
+
+def _reports(archive: Archive) -> Iterator[tuple[str, Report]]:
+    """Yield the artifacts that the archive holds a proof of, with their reports.
+
+    Raises:
+        ArchiveError: it holds none, one of something else, or one that nothing would differ by.
+    """
+    if problems := [each.problem for each in verify_archive(archive, run=False) if each.problem]:
+        raise ArchiveError("; ".join(problems))
+    manifest, seal = archive.manifest, archive.manifest.modelyard
+    named = {}
+    if seal is not None and seal.report and manifest.serialized_file:
+        named[manifest.serialized_file] = seal.report
+        if seal.explain:
+            named.setdefault(seal.explain.artifact, seal.explain.report)
+    reports = {name: parse_report(archive.read(file), Path(file)) for name, file in named.items()}
+    proven = {name: report for name, report in reports.items() if report.parity is not None}
+    if not proven:
+        raise ArchiveError(
+            "it holds no proof of an export, so nothing says how far an answer may move; archive "
+            "what `modelyard export` wrote"
+        )
+    yield from proven.items()
+
+
+def _golden(archive: Archive, unpacked: Path) -> list[Read]:
+    """Return what the model reads: as the archive holds it, or else by answering the requests.
+
+    Raises:
+        ArchiveError: they had to be answered, and one is answered otherwise.
+    """
+    seal = archive.manifest.modelyard
+    found = []
+    for golden in seal.golden if seal else ():
+        recorded = parse_json(archive.read(golden.expected)).get("model", {})
+        if not (inputs := _whole(recorded.get("inputs", ()))):
+            return _replayed(unpacked, archive.manifest)
+        found.append(Read(golden.request, inputs, recorded))
+    return found
+
+
+def _replayed(unpacked: Path, manifest: Manifest) -> list[Read]:
+    """Answer the golden requests here, behind walls, and return what the model reads.
+
+    Raises:
+        ArchiveError: it does not run here, or answers one of them otherwise.
+    """
+    results = replay(unpacked, manifest, device="cpu", inputs=True).golden
+    for each in results:
+        if each.difference:
+            raise ArchiveError(
+                f"{each.golden.request} gets another answer here already: {each.difference}"
+            )
+    return [Read(each.golden.request, _whole(each.seen.get("inputs", ())), {}) for each in results]
+
+
+def _whole(stated: Sequence[Mapping[str, str]]) -> list[Tensor]:
+    """Return tensors that are there whole: none where one is not."""
+    tensors = [tensor for each in stated if (tensor := restored(each)) is not None]
+    return tensors if len(tensors) == len(stated) else []
+
+
+def _subject(path: Path, report: Report, golden: Sequence[Read]) -> Subject:
+    """Judge an artifact's file, and choose what it is given."""
+    if (found := detect_format(path)) != report.format:
+        raise ArchiveError(f"{path.name} holds {found}; its report says {report.format}")
+    findings = []
+    if report.format == "onnx":
+        findings = check_onnx(path)[0]
+    elif report.format == "pt2":
+        with contextlib.closing(OpenFile(os.open(path, os.O_RDONLY))) as file:
+            findings = check(file, report.trusted_operators)
+    if findings:
+        raise UnsafeProgram(path.name, findings, f"a file of {report.format} and nothing else")
+    takes = [(spec.dtype, len(spec.shape)) for spec in report.signature.inputs]
+    fitting = [
+        read
+        for read in golden
+        if [(dtype_name(each.dtype), each.dim()) for each in read.inputs] == takes
+    ]
+    probes = (
+        *repeated_probes(report),
+        *(GoldenCase("sample", {}, read.request) for read in fitting),
+    )
+    if not probes:
+        raise ArchiveError(
+            f"{path.name}: its export used samples alone, which no archive holds, and it has no "
+            "golden request; archive it with --example FILE"
+        )
+    return Subject(path, report, probes, fitting)
+
+
+def _compare(
+    row: Row, subject: Subject, expected: Outcome, runtime: Runtime, python: Path, folder: Path
+) -> Row:
+    """Run a subject there, and judge what it gives by what it gave here."""
+    report, program = subject.report, subject.program
+    assert report.parity is not None, "others have no row"
+    found = run(runtime, python, program, subject.cases(), folder)
+    places = range(len(subject.probes))
+
+    def outputs(of: Outcome) -> Iterator[list[Tensor]]:
+        for place in places:
+            given = list(of.outputs(place).values())
+            if len(given) != len(program.outputs):
+                raise ArchiveError(
+                    f"{len(given)} outputs are given; expected {len(program.outputs)}"
+                )
+            yield given
+
+    rules, of_all = judge(
+        report.parity, report.parity, subject.probes, outputs(found), lambda: outputs(expected)
+    )
+    said = (disagreement(name, rule, of_all[name], subject.probes) for name, rule in rules.items())
+    apart = list(filter(None, said))
+    same = True
+    for one, other in zip(outputs(expected), outputs(found), strict=True):
+        kinds = [[dtype_name(each.dtype) for each in given] for given in (one, other)]
+        if kinds[0] != kinds[1]:
+            apart.append(f"its outputs are {kinds[1]}; expected {kinds[0]}")
+            break
+        same &= all(map(_same_bits, one, other))
+    measured = [_measure(rules, of_all, place, str(subject.probes[place])) for place in places]
+    worst = max(places, key=lambda place: measured[place][:2])
+    first = ""
+    if apart:
+        runs = ((HERE[report.format], HERE_PYTHON), (runtime, python))
+        first = _first(subject, runs, measured, folder)
+    found.discard()
+    return replace(
+        row,
+        verdict=DIFFERS if apart else SAME if same else WITHIN,
+        here=f"{HERE[report.format].name} {expected.told[HERE[report.format].name]}",
+        there=found.told.get(runtime.name.partition(":")[0], ""),
+        cases=len(subject.probes),
+        golden=len(subject.golden),
+        share=measured[worst][0],
+        max_abs=max(each[1] for each in measured),
+        sample="" if same else str(subject.probes[worst]),
+        moved=sum(each[2] for each in measured),
+        first=first,
+        why="; ".join(apart),
+        note=find_difference(report, {}),
+        seconds=float(found.told["seconds"]),
+        versions={
+            key: text for key, text in found.told.items() if key not in ("seconds", "values")
+        },
+    )
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    bits = [each.flatten().view(torch.uint8) for each in (one, other)]
+    return one.shape == other.shape and torch.equal(*bits)
+
+
+def _measure(
+    rules: Mapping[str, Rule], of_all: Mapping[str, Any], place: int, case: str
+) -> tuple[float, float, int]:
+    """Return of a case: share of what is allowed, largest difference, rows that moved."""
+    found = [(rule, of_all[name][place]) for name, rule in rules.items()]
+    return (
+        max(_share(rule, each, case) for rule, each in found),
+        max(each["max_abs"] for _, each in found),
+        sum(each["rows"] - each["same"] for _, each in found),
+    )
+
+
+def _share(rule: Rule, measured: Mapping[str, Any], case: str) -> float:
+    scaled, allowed = measured["scaled"], rule.allowed.get(case, rule.tolerance)
+    if rule.is_quantized:
+        scaled, allowed = measured["error"], rule.max_error
+    return scaled / allowed if allowed else math.inf if scaled else 0.0
+
+
+def _first(
+    subject: Subject,
+    runs: Sequence[tuple[Runtime, Path]],
+    measured: Sequence[tuple[float, float, int]],
+    folder: Path,
+) -> str:
+    """Name the first value that differs, in the smallest case that does."""
+    differing = [place for place, each in enumerate(measured) if each[0] > 1] or [0]
+    cases = {place: subject.case(place) for place in differing}
+    place = min(cases, key=lambda place: sum(each.numel() for each in cases[place].values()))
+    program = subject.program
+    layers: dict[str, tuple[str, str]] = {}
+    try:
+        if program.format == "onnx":
+            program, layers = _exposed(program, folder)
+        outcomes = [
+            run(runtime, python, program, [cases[place]], folder, every_value=True)
+            for runtime, python in runs
+        ]
+    except (ArchiveError, HandlerError, ValueError) as error:  # protobuf's, of 2 GB
+        return f"where it first differs cannot be had: {error}"
+    one, other = (each.outputs(0) for each in outcomes)
+    layers |= json.loads(outcomes[0].told.get("values", "{}"))
+    for name, value in one.items():
+        found = other.get(name)
+        if found is None:
+            continue
+        apart = compare(value, found)["scaled"]
+        if apart > first_tolerance(value.dtype):
+            operator, layer = layers.get(name, ("", ""))
+            of = ", ".join(filter(None, (operator, layer)))
+            by = f"by {apart:.1e}" if found.shape == value.shape else f"there {type_name(found)}"
+            return f'"{name}" ({of}), {type_name(value)}, {by} at {subject.probes[place]}'
+    return "no value inside differs, as soon as each of them is looked at"
+
+
+def _exposed(program: Program, folder: Path) -> tuple[Program, dict[str, tuple[str, str]]]:
+    """Write a copy of an ONNX file that gives what each node gives; say which nodes these are."""
+    import onnx
+
+    model = onnx.load(program.path)
+    layers = {
+        value: (node.op_type, node.name)
+        for node in model.graph.node
+        if node.op_type not in ("Constant", "Identity") and "Sequence" not in node.op_type
+        for value in node.output
+        if value
+    }
+    asked = [value.name for value in model.graph.output]
+    expose(model, layers)
+    # Those of the graph are last among its nodes', too.
+    outputs = {value.name: value for value in model.graph.output}
+    del model.graph.output[:]
+    model.graph.output.extend(outputs[name] for name in dict.fromkeys((*layers, *asked)))
+    path = folder / "exposed.onnx"
+    onnx.save(model, path)
+    return replace(program, path=path, outputs=tuple(outputs)), layers

@@ -1,0 +1,143 @@
+"""Versions that `--with` names → an interpreter that has them, and nothing of ours.
+
+An environment is a venv in the user's cache, named by a digest of what it holds and of its Python.
+It is built once, by one process at a time, and used only when it is whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
+
+from modelyard.archiver.errors import NothingCompared, WrongUsage
+from modelyard.base.disk import build_once
+from modelyard.plugins.recertify.runtimes import RUNTIMES, Runtime
+
+HERE_PYTHON = Path(sys.executable)
+SHOWN_LINES = 3
+"""Lines of pip's last words in an error."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """An interpreter, and the runtimes that are looked at there."""
+
+    name: str
+    """What was asked for: `onnxruntime==1.32.0`, or the interpreter's path."""
+    runtimes: tuple[Runtime, ...]
+    python: Path
+    requirements: tuple[str, ...] = ()
+    """What is installed; nothing into an interpreter that is there already."""
+    base: Path = HERE_PYTHON
+    """The interpreter that it is made with."""
+
+    def build(self) -> None:
+        """Make it, unless it is there.
+
+        Raises:
+            NothingCompared: pip failed; nothing stays.
+        """
+        if self.requirements:
+            build_once(self.python.parents[1], self._build)
+
+    def _build(self) -> None:
+        install = ["-m", "pip", "--python", str(self.python), "install", "--no-input", "--quiet"]
+        for command in (
+            [str(self.base), "-m", "venv", "--without-pip", str(self.python.parents[1])],
+            [sys.executable, "-P", *install, "--disable-pip-version-check", *self.requirements],
+        ):
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+                raise NothingCompared(
+                    f"no environment with {self.name} can be made: "
+                    f"{' | '.join(said[-SHOWN_LINES:])}"
+                )
+
+
+def plan(given: Sequence[str], python: Path | None = None) -> list[Environment]:
+    """Return the environments that `--with` asks for, none of which is made.
+
+    Packages of different names are in one environment; of a package that is named again, each
+    further version is in a further one.
+
+    Args:
+        given: `NAME==VERSION`, in the order of the command line.
+        python: another interpreter than this process's.
+
+    Raises:
+        WrongUsage: something else than exact versions, or nothing that runs artifacts.
+    """
+    versions: dict[str, list[str]] = {}
+    for text in given:
+        try:
+            requirement = Requirement(text)
+        except InvalidRequirement as error:
+            raise WrongUsage(f"--with {text}: expected NAME==VERSION: {error}") from error
+        exact = [each.operator in ("==", "===") for each in requirement.specifier]
+        if exact != [True] or "*" in str(requirement.specifier) or requirement.url:
+            raise WrongUsage(f"--with {text}: expected one exact version, as NAME==VERSION")
+        versions.setdefault(canonicalize_name(requirement.name), []).append(text)
+    sets = [tuple(filter(None, each)) for each in zip_longest(*versions.values())]
+    found = []
+    for each in sets:
+        named = [canonicalize_name(Requirement(text).name) for text in each]
+        runtimes = tuple(runtime for runtime in RUNTIMES.values() if runtime.package in named)
+        if not runtimes:
+            known = ", ".join(runtime.package for runtime in RUNTIMES.values())
+            raise WrongUsage(f"--with {' '.join(each)} names nothing that runs artifacts: {known}")
+        found.append(planned(each, python or HERE_PYTHON, runtimes))
+    return found
+
+
+def planned(given: tuple[str, ...], python: Path, runtimes: tuple[Runtime, ...]) -> Environment:
+    """Return an environment in its place, with these packages and what else the runtimes need.
+
+    Args:
+        given: `NAME==VERSION` each.
+        python: interpreter that it is made with.
+        runtimes: what is looked at there.
+    """
+    named = [canonicalize_name(Requirement(text).name) for text in given]
+    further = [each for runtime in runtimes for each in runtime.requirements]
+    requirements = (*given, *sorted(set(further) - set(named)))
+    done = subprocess.run([python, "-VV"], capture_output=True, text=True, check=False)
+    told = (done.stdout, str(python), platform.machine(), *requirements)
+    key = hashlib.sha256("\0".join(told).encode()).hexdigest()
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = cache / "modelyard" / "environments" / key[:32]
+    return Environment(" ".join(given), runtimes, folder / "bin" / "python", requirements, python)
+
+
+def existing(python: Path) -> Environment:
+    """Return the environment of an interpreter that is there, with whatever runtimes it has.
+
+    Raises:
+        WrongUsage: it has none.
+    """
+    code = (
+        "import sys; from importlib.util import find_spec; print(*filter(find_spec, sys.argv[1:]))"
+    )
+    names = [each.package for each in RUNTIMES.values() if each.package]
+    try:
+        done = subprocess.run(
+            [python, "-s", "-c", code, *names], capture_output=True, text=True, check=False
+        )
+        has = done.stdout.split()
+    except OSError as error:
+        raise WrongUsage(f"--in {python} does not run: {error.strerror}") from error
+    runtimes = tuple(each for each in RUNTIMES.values() if each.package in has)
+    if not runtimes:
+        raise WrongUsage(f"--in {python} has none of {', '.join(names)}")
+    return Environment(str(python), runtimes, Path(shutil.which(python) or python).absolute())

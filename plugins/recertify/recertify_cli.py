@@ -1,0 +1,157 @@
+"""The command `modelyard recertify`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from modelyard.archiver.cli import exit_codes
+from modelyard.archiver.errors import Differs, NothingCompared, WrongUsage
+from modelyard.base.terminal import out, plain_table, step_bar
+
+if TYPE_CHECKING:
+    from modelyard.plugins.recertify.certify import Row
+
+recertify_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@recertify_app.command(epilog="Example: modelyard recertify model_store --with onnxruntime==1.32.0")
+def recertify(
+    archives: Annotated[
+        list[Path], typer.Argument(metavar="STORE_OR_ARCHIVE...", help="Archives, or their stores.")
+    ],
+    with_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--with",
+            metavar="NAME==VERSION",
+            help="What to install. Of several names comes one environment; a name that is given "
+            "again makes a further one.",
+        ),
+    ] = None,
+    in_: Annotated[
+        list[Path] | None,
+        typer.Option("--in", metavar="PYTHON", help="An interpreter that has its packages."),
+    ] = None,
+    runtime: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME[==VERSION]",
+            help="Another runtime: onnxruntime-web, openvino, executorch, …; an unknown name lists "
+            "all.",
+        ),
+    ] = None,
+    python: Annotated[
+        Path | None, typer.Option(help="Interpreter that environments are made with.")
+    ] = None,
+    write: Annotated[
+        bool,
+        typer.Option(
+            "--write",
+            help="Add a line for each version to MAR-INF/proven.json of the archives, which "
+            "changes their digests.",
+        ),
+    ] = False,
+    sign: Annotated[
+        Path | None,
+        typer.Option(metavar="KEY_FILE", help="Private key (PEM) that signs what is written."),
+    ] = None,
+    public_key: Annotated[
+        Path | None,
+        typer.Option(
+            help="File of public keys; one must have signed an archive that is signed "
+            "anew. By default --sign's own."
+        ),
+    ] = None,
+    page: Annotated[
+        Path | None, typer.Option(metavar="FILE.html", help="Write the result as a page.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Run archives on other versions and here, and judge both by the rule of their export.
+
+    Exit codes: 0 all agree; 1 some differ; 2 wrong usage; 3 some could not be run or compared.
+    """
+    # Here, for `--help` does not wait for what it does not use.
+    from modelyard.archiver.read import open_archive
+    from modelyard.archiver.signing import read_signing_key, read_trusted_keys
+    from modelyard.plugins.recertify import environments, lines, others
+    from modelyard.plugins.recertify.certify import recertify as run
+    from modelyard.plugins.recertify.page import format_page
+
+    with exit_codes():
+        paths = list(_archives(archives))
+        planned = environments.plan(with_ or [], python)
+        planned += [environments.existing(each) for each in in_ or []]
+        planned += [others.plan(each, python) for each in runtime or []]
+        if not planned:
+            raise WrongUsage("give --with NAME==VERSION, --in PYTHON or --runtime NAME")
+        key = read_signing_key(sign) if write else None
+        trust = read_trusted_keys(public_key) if public_key else None
+        for path in paths if write else ():
+            with open_archive(path) as opened:
+                lines.signed_until(opened, key, trust)
+        rows: list[Row] = []
+        with step_bar() as step:
+            step("making environments", 0, len(paths))
+            for number, found in enumerate(run(paths, planned)):
+                step(paths[number].name, number, len(paths))
+                rows += found
+                if write and (writable := [*lines.writable(found)]):
+                    digest = lines.write(paths[number], writable[0].digest, writable, key, trust)
+                    rows[-len(found) :] = [
+                        replace(row, written=digest if row in writable else "") for row in found
+                    ]
+        if page is not None:
+            page.write_text(format_page(rows), encoding="utf-8")
+        if as_json:
+            print(json.dumps([lines.to_json(row) for row in rows], indent=2))
+        else:
+            _print(rows)
+        _end(rows)
+
+
+def _archives(given: Sequence[Path]) -> Iterator[Path]:
+    from modelyard.serve.control.store import is_archive, list_archives
+
+    for path in given:
+        if is_archive(path):
+            yield path
+        elif names := list_archives(path):
+            yield from (path / name for name in names)
+        else:
+            raise WrongUsage(f"{path} is neither an archive nor a store that holds one")
+
+
+def _print(rows: Sequence[Row]) -> None:
+    from modelyard.plugins.recertify.page import HEADS, cells, details
+
+    table = plain_table(*((head, "left") for head in HEADS))
+    for row in rows:
+        table.add_row(*cells(row))
+    out.print(table, markup=False)
+    for row in rows:
+        for text in details(row):
+            out.print(f"{row.archive.name} {row.artifact}: {text}", markup=False)
+
+
+def _end(rows: Sequence[Row]) -> None:
+    """Choose the exit code.
+
+    Raises:
+        Differs: an answer changes.
+        NothingCompared: something could not be run, or nothing was.
+    """
+    of = {row.verdict: 0 for row in rows}
+    for row in rows:
+        of[row.verdict] += 1
+    said = ", ".join(f"{count} {verdict}" for verdict, count in of.items())
+    if "differs" in of:
+        raise Differs(f"answers change: {said}")
+    if "not run" in of or of.keys() <= {"untouched"}:
+        raise NothingCompared(f"not everything was compared: {said}")

@@ -1,0 +1,202 @@
+"""Wrong kernels, seeded into a copy of this interpreter: each is wrong in a way that kernels were.
+
+A fault follows every node of one kind of operator in every model that onnxruntime opens, or takes
+the place of one of torch's operators. The copy sees this interpreter's packages.
+"""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+ONNX_FAULTS: dict[str, tuple[str, str]] = {
+    "scale of 1.001": ("Gemm MatMul Conv", "mul(x, 1.001)"),
+    "a bias of 0.01": ("Gemm MatMul Conv", "add(x, 0.01)"),
+    "rounded to 1/512": ("Gemm MatMul Conv", "div(op('Round', mul(x, 512.0)), 512.0)"),
+    "the mantissa of bfloat16": (
+        "Gemm MatMul Conv",
+        "cast(cast(x, onnx.TensorProto.BFLOAT16), onnx.TensorProto.FLOAT)",
+    ),
+    "saturates at 1.5": ("Gemm MatMul Conv", "op('Min', x, c(1.5))"),
+    "wrong above 2": (
+        "Gemm MatMul Conv",
+        "where(op('Greater', op('Abs', x), c(2.0)), mul(x, 1.01), x)",
+    ),
+    "NaN below 1e-37": (
+        "Gemm MatMul Conv",
+        "where(op('Less', op('Abs', x), c(1e-37)), c(float('nan')), x)",
+    ),
+    "wrong in rows behind the second": (
+        "Gemm MatMul Conv",
+        "op('Concat', op('Slice', x, i([0]), i([2]), i([0])), "
+        "mul(op('Slice', x, i([2]), i([2 ** 31]), i([0])), 1.01), axis=0)",
+    ),
+    "negative ones lose a tenth": (
+        "Gemm MatMul Conv",
+        "where(op('Less', x, c(0.0)), mul(x, 0.9), x)",
+    ),
+    "the last place is the first's": (
+        "Gemm MatMul Conv",
+        "op('Concat', op('Slice', x, i([0]), i([-1]), i([-1])), "
+        "op('Slice', x, i([0]), i([1]), i([-1])), axis=-1)",
+    ),
+    "shifted by one place": (
+        "Gemm MatMul Conv",
+        "op('Concat', op('Slice', x, i([-1]), i([2 ** 31]), i([-1])), "
+        "op('Slice', x, i([0]), i([-1]), i([-1])), axis=-1)",
+    ),
+    "a row takes its neighbour's": (
+        "Gemm MatMul Conv",
+        "op('Concat', op('Slice', x, i([-1]), i([2 ** 31]), i([0])), "
+        "op('Slice', x, i([0]), i([-1]), i([0])), axis=0)",
+    ),
+    "an activation off by 0.002": (
+        "Sigmoid Tanh Softmax Relu Erf Exp Sqrt LogSoftmax",
+        "add(x, 0.002)",
+    ),
+}
+"""Fault → kinds of operators that it follows, and what comes out of `x`."""
+
+TORCH_FAULTS = {
+    "addmm scaled by 1.001": ("addmm", "lambda f, *a, **k: f(*a, **k) * 1.001"),
+    "relu saturates at 1.5": ("relu", "lambda f, *a, **k: f(*a, **k).clamp(max=1.5)"),
+    "addmm in bfloat16": (
+        "addmm", "lambda f, *a, **k: f(*a, **k).to(torch.bfloat16).to(torch.float32)"),
+}  # fmt: skip
+
+_ONNX = """
+import onnx, onnxruntime
+
+KINDS, FAULT = {kinds!r}.split(), lambda x: {fault}
+
+
+class Wrong:
+    def __init__(self, name, nodes, constants):
+        self.name, self.nodes, self.constants = name, nodes, constants
+
+
+def rewrite(path):
+    model = onnx.shape_inference.infer_shapes(onnx.load(path))
+    graph, nodes, count = model.graph, [], 0
+    floats = {{v.name for v in (*graph.value_info, *graph.output)
+              if v.type.tensor_type.elem_type == onnx.TensorProto.FLOAT}}
+    for node in list(graph.node):
+        nodes.append(node)
+        if node.op_type not in KINDS or node.output[0] not in floats:
+            continue
+        real = node.output[0]
+        node.output[0] = real + "_right"
+        global current
+        current = nodes
+        value = FAULT(real + "_right")
+        nodes.append(onnx.helper.make_node("Identity", [value], [real]))
+    del graph.node[:]
+    graph.node.extend(nodes)
+    del graph.value_info[:]
+    return model.SerializeToString()
+
+
+def op(kind, *inputs, **attributes):
+    name = "wrong_%d" % len(current)
+    current.append(onnx.helper.make_node(kind, list(inputs), [name], **attributes))
+    return name
+
+
+def constant(values, kind, shape):
+    name = "wrong_%d" % len(current)
+    tensor = onnx.helper.make_tensor(name, kind, shape, values)
+    current.append(onnx.helper.make_node("Constant", [], [name], value=tensor))
+    return name
+
+
+def c(value):
+    return constant([value], onnx.TensorProto.FLOAT, [])
+
+
+def i(values):
+    return constant(values, onnx.TensorProto.INT64, [len(values)])
+
+
+mul = lambda x, by: op("Mul", x, c(by))
+add = lambda x, by: op("Add", x, c(by))
+div = lambda x, by: op("Div", x, c(by))
+where = lambda *a: op("Where", *a)
+cast = lambda x, to: op("Cast", x, to=to)
+right = onnxruntime.InferenceSession
+
+
+class InferenceSession(right):
+    def __init__(self, path, *args, **kwargs):
+        super().__init__(rewrite(path), *args, **kwargs)
+
+
+onnxruntime.InferenceSession = InferenceSession
+onnxruntime.__version__ = {version!r}
+"""
+_TORCH = """
+import torch
+
+wrong = {fault}
+op = torch.ops.aten.{name}.default
+
+
+class Wrong(torch.utils._python_dispatch.TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is op:
+            return wrong(func, *args, **(kwargs or {{}}))
+        return func(*args, **(kwargs or {{}}))
+
+
+Wrong().__enter__()
+torch.__version__ = {version!r}
+"""
+
+
+def interpreter(folder: Path, fault: str = "", version: str = "99.0") -> Path:
+    """Make a copy of this interpreter, in which the fault is, and return its program."""
+    venv.EnvBuilder(symlinks=True).create(folder)
+    packages = Path(sysconfig.get_path("purelib", "venv", {"base": str(folder)}))
+    shared = dict.fromkeys(sysconfig.get_path(kind) for kind in ("purelib", "platlib"))
+    lines = [f"import site; site.addsitedir({path!r})" for path in shared]
+    (packages / "shared.pth").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    code = ""
+    if fault in ONNX_FAULTS:
+        kinds, said = ONNX_FAULTS[fault]
+        code = _ONNX.format(kinds=kinds, fault=said, version=version)
+    elif fault in TORCH_FAULTS:
+        name, said = TORCH_FAULTS[fault]
+        code = _TORCH.format(name=name, fault=said, version=version)
+    # Once, where the interpreter of a runner starts, and by a name that nothing else has.
+    (packages / "seeded_fault.py").write_text(code, encoding="utf-8")
+    library = "onnxruntime" if fault in ONNX_FAULTS else "torch"
+    (packages / "sitecustomize.py").write_text(
+        _WHEN_IMPORTED.format(library=library) if code else "", encoding="utf-8"
+    )
+    assert sys.executable
+    return folder / "bin" / "python"
+
+
+_WHEN_IMPORTED = """
+import importlib.abc, importlib.machinery, sys
+
+
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name != {library!r}:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        load = spec.loader.exec_module
+
+        def exec_module(module):
+            load(module)
+            import seeded_fault
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+sys.meta_path.insert(0, Finder())
+"""
