@@ -95,10 +95,10 @@ def replay(
     budget_s: float | None = None,
     device: str = "auto",
     doubts: bool = False,
+    inputs: bool = False,
     batches: Sequence[Sequence[Mapping[str, Any]]] = (),
     load: Mapping[str, Any] | None = None,
     threads: int | None = None,
-    inputs: bool = False,
 ) -> Replay:
     """Load the archive that is unpacked in `folder`, and answer its golden requests.
 
