@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -87,7 +87,7 @@ WRONG: dict[str, Change] = {
     "a second one that differs": lambda stated: stated.append(stated[0] | {"verdict": "differs"}),
     "a second one that is broken": lambda stated: stated.append({}),
     "none": lambda stated: stated.clear(),
-    "not an object": lambda stated: stated.insert(0, "yes"),
+    "not an object": lambda stated: stated.insert(0, cast(Any, "yes")),
 }
 HARMLESS: dict[str, Change] = {
     "as it is": lambda stated: None,
