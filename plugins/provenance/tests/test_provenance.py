@@ -21,6 +21,7 @@ from cryptography.hazmat.primitives.serialization import load_pem_public_key
 from typer.testing import CliRunner
 
 from modelyard.archiver import open_archive, write_archive
+from modelyard.archiver.collect import Part
 from modelyard.archiver.errors import ArchiveError, NotProven, NotTrusted, WrongUsage
 from modelyard.archiver.signing import (
     generate_keys,
@@ -28,7 +29,8 @@ from modelyard.archiver.signing import (
     read_trusted_keys,
     sign_payload,
 )
-from modelyard.archiver.untrusted.names import SBOM_NAME
+from modelyard.archiver.untrusted.names import PROVEN_NAME, SBOM_NAME
+from modelyard.archiver.write import put
 from modelyard.plugins.provenance.cli import provenance_app
 from modelyard.plugins.provenance.parity import PREDICATE_TYPE, attest, check_attested
 from modelyard.plugins.provenance.spdx import format_spdx
@@ -70,6 +72,36 @@ def check(archive: Path, bundle: bytes, key: Path) -> None:
 def statement_of(bundle: bytes) -> Statement:
     found: Statement = json.loads(base64.b64decode(json.loads(bundle)["dsseEnvelope"]["payload"]))
     return found
+
+
+def with_lines(archive: Path, folder: Path, data: bytes) -> Path:
+    """Write an archive anew with what `modelyard recertify --write` adds."""
+    copy = Path(shutil.copy(archive, folder / "copy.mar"))
+    with open_archive(copy) as opened:
+        opened.unpack(folder / "unpacked")
+        put(opened, folder / "unpacked", Part(PROVEN_NAME, data, "file"), None, None)
+    return copy
+
+
+def test_further_versions_on_which_it_was_proven_are_stated(
+    archive: Path, keys: Path, tmp_path: Path
+) -> None:
+    assert statement_of(attested(archive, keys))["predicate"]["recertified"] == []
+    line = {"runtime": "onnxruntime", "version": "1.99.0", "artifact": "digits.onnx", "cases": 42,
+            "artifact_sha256": "0" * 64, "verdict": "within", "share": 0.5}  # fmt: skip
+    proven = with_lines(archive, tmp_path, json.dumps({"lines": [line]}).encode())
+    bundle = attested(proven, keys)
+    assert statement_of(bundle)["predicate"]["recertified"] == [line]
+    check(proven, bundle, keys / "release.pub")
+    with pytest.raises(NotTrusted, match="another file"):
+        check(archive, bundle, keys / "release.pub")
+
+
+def test_lines_that_cannot_be_read_are_not_stated(
+    archive: Path, keys: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(NotProven, match=r"proven\.json cannot be read"):
+        attested(with_lines(archive, tmp_path, b'{"lines": [{}]}'), keys)
 
 
 def test_the_statement_is_a_dsse_envelope_about_the_file(archive: Path, keys: Path) -> None:
