@@ -6,7 +6,8 @@ from typing import Any
 from modelyard.archiver.untrusted.yaml import parse_yaml
 from modelyard.base.nearest import did_you_mean
 
-HANDLERS_KEYS = ("handler", "pt2", "onnx")
+BATCH_INVARIANT = "batchInvariant"
+HANDLERS_KEYS = ("handler", "pt2", "onnx", BATCH_INVARIANT)
 """What the worker reads."""
 SERVERS_KEYS = (
     *("minWorkers", "maxWorkers", "batchSize", "maxBatchDelay", "jobQueueSize"),

@@ -79,6 +79,8 @@ class Replay:
     """What was measured of explanations, or why nothing was; None where nobody asked."""
     lacking: tuple[str, ...] = ()
     """Walls that did not stand around it."""
+    batches: Sequence[Sequence[Mapping[str, Any]]] = ()
+    """A `status` and a `body` in Base64 for each request of each batch that was given."""
 
 
 def replay(
@@ -94,6 +96,9 @@ def replay(
     device: str = "auto",
     doubts: bool = False,
     inputs: bool = False,
+    batches: Sequence[Sequence[Mapping[str, Any]]] = (),
+    load: Mapping[str, Any] | None = None,
+    threads: int | None = None,
 ) -> Replay:
     """Load the archive that is unpacked in `folder`, and answer its golden requests.
 
@@ -112,6 +117,10 @@ def replay(
         doubts: whether to end where nothing says what the model's numbers are.
         inputs: whether `seen` of results holds what the model read, whole, and nothing else.
         device: auto, cpu, cuda or cuda:N.
+        batches: what workers had before, to be answered again: of each request in the order of its
+            batch `head` and `body` in Base64, `flags` and `rows`, as a frame has them.
+        load: what their LOAD message held besides, as `batch_size`.
+        threads: threads of the worker; by default those of this process.
 
     Raises:
         DoesNotRun: the archive does not load; the message is the worker's own.
@@ -119,7 +128,9 @@ def replay(
     golden = manifest.modelyard.golden if manifest.modelyard else ()
     signature = manifest.modelyard.signature if manifest.modelyard else None
     task = {
-        "load": _load_message(folder, manifest, device),
+        "load": {**(load or {}), **_load_message(folder, manifest, device)},
+        "threads": threads,
+        "batches": batches,
         "proven_batch": signature.proven_batch if signature else None,
         "golden": [
             asdict(each) | ({"expected": None} if each in (unanswered or ()) else {})
@@ -148,6 +159,7 @@ def replay(
         reference=result["reference"].encode() if reference else None,
         explained=_explained(result["explained"]) if explained else None,
         lacking=tuple(result["lacking"]),
+        batches=result["batches"],
     )
 
 

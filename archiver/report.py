@@ -100,6 +100,8 @@ class Report:
     """Content of `features.json`, where the export knows the columns that the model takes."""
     trusted_operators: tuple[str, ...] = ()
     """What a program calls beside the operators of the list; its author said `--trust`."""
+    tf32: bool = False
+    """Whether it was proven with what CUDA rounds to TensorFloat-32, and so is served with it."""
 
     @property
     def tried(self) -> Signature:
@@ -155,6 +157,7 @@ def parse_report(data: bytes, path: Path) -> Report:
         labels={index: labels.text_or_none(index) or "" for index in labels.values},
         table=table if isinstance(table, dict) else {},
         trusted_operators=_trusted(details),
+        tf32=fields.boolean("tf32") if "tf32" in fields.values else False,
     )
     if problems:
         raise CannotArchive("cannot read the report", [f"{path.name}: {p}" for p in problems])

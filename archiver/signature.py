@@ -16,7 +16,8 @@ Reports and manifests hold a signature as
 
     {"inputs": [{"name": "image", "dtype": "float32", "shape": ["batch", 1, 8, 8]}],
      "outputs": […], "dims": {"batch": {"min": 1, "max": 8}},
-     "batching": {"batchable": true, "reason": "…"}}
+     "batching": {"batchable": true, "reason": "…",
+                  "invariant": {"sizes": [4, 6, 8], "apart": 6e-8}}}
 
 where an input may also have "values", "argument" (the way to it), "view" ("complex64") and "limits"
 (for which values the artifact is known to differ), and a dim its "step".
@@ -150,6 +151,22 @@ class Batching:
 
     batchable: bool
     reason: str
+    sizes: tuple[int, ...] = ()
+    """Sizes of batches at which a row gives the same bits, at every place and beside all others."""
+    apart: float = 0.0
+    """Largest scaled difference that others made, where it was not refused."""
+
+    def __str__(self) -> str:
+        if not self.batchable:
+            return f"one request at a time: {self.reason}"
+        sizes = ", ".join(map(str, self.sizes)) or "no size"
+        return f"a row keeps its bits in batches of {sizes}; others move it by {self.apart:.1e}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the form that reports and manifests hold."""
+        promised = {"sizes": list(self.sizes), "apart": self.apart}
+        found = {"batchable": self.batchable, "reason": self.reason}
+        return found | ({"invariant": promised} if self.batchable else {})
 
 
 @dataclass(frozen=True)
@@ -221,7 +238,7 @@ class Signature:
                 for name, dim in self.dims.items()
             },
         }
-        return document | ({"batching": vars(self.batching)} if self.batching else {})
+        return document | ({"batching": self.batching.to_json()} if self.batching else {})
 
 
 def parse_signature(document: Any) -> Signature:
@@ -246,6 +263,13 @@ def read_signature(fields: Fields) -> Signature:
     if fields.values.get("batching") is not None:
         entry = fields.object("batching")
         batching = Batching(entry.boolean("batchable"), entry.text("reason"))
+        if "invariant" in entry.values:
+            promised = entry.object("invariant")
+            sizes = promised.items("sizes")
+            if not all(type(size) is int and size > 0 for size in sizes):
+                promised.wrong("sizes", "a list of whole numbers from 1", sizes)
+                sizes = []
+            batching = replace(batching, sizes=tuple(sizes), apart=promised.number("apart"))
     signature = Signature(tuple(inputs), tuple(outputs), batching)
     for name in sorted(set(signature.dims) - set(dims)):
         fields.problems.append(f"{stated.at(name)}: an input names it, its range is missing")

@@ -20,6 +20,7 @@ from modelyard.archiver.statement import (
     MAX_BUNDLE_BYTES,
     Statement,
     format_bundle,
+    format_statement,
     parse_bundle,
     parse_date,
     parse_statement,
@@ -178,7 +179,12 @@ def key_id(key: "PublicKey") -> str:
 
 def sign(statement: Statement, key: "PrivateKey") -> bytes:
     """Return the content of the signature's file; the same for the same statement and key."""
-    return format_bundle(statement, key_id(key.public_key()), lambda data: _sign(data, key))
+    return sign_payload(format_statement(statement), key)
+
+
+def sign_payload(payload: bytes, key: "PrivateKey") -> bytes:
+    """Return a bundle of any in-toto statement, signed as archives are."""
+    return format_bundle(payload, key_id(key.public_key()), lambda data: _sign(data, key))
 
 
 def find_signer(archive: Archive, trust: Trust, now: datetime | None = None) -> TrustedKey:
@@ -203,6 +209,15 @@ def find_signer(archive: Archive, trust: Trust, now: datetime | None = None) -> 
         signer, expires = _check_statement(archive, document, trust)
     except ValueError as error:
         raise NotTrusted(f"{name}: {SIGNING_NAME} cannot be read: {error}") from error
+    check_expiry(name, signer, expires, now)
+    _check_version(archive, trust)
+    return signer
+
+
+def check_expiry(
+    name: str, signer: TrustedKey, expires: datetime | None, now: datetime | None = None
+) -> None:
+    """Raise NotTrusted where a key, or what it signed, holds no longer."""
     now = now or datetime.now(UTC)
     for what, end in ((f"the key {signer}", signer.expires), ("its signature", expires)):
         if end is not None and end <= now:
@@ -210,8 +225,6 @@ def find_signer(archive: Archive, trust: Trust, now: datetime | None = None) -> 
                 f"{name}: {what} expired on {end:%Y-%m-%d}; sign the archive anew, with a key that "
                 "is trusted"
             )
-    _check_version(archive, trust)
-    return signer
 
 
 def find_signed(name: str, document: object, trust: Trust) -> tuple[TrustedKey, Statement]:
@@ -224,10 +237,16 @@ def find_signed(name: str, document: object, trust: Trust) -> tuple[TrustedKey, 
         NotTrusted: the key is not known, or what it signed was changed.
         ValueError: it is not a bundle, or states something else.
     """
+    signer, payload = open_signed(name, document, trust)
+    return signer, parse_statement(payload)
+
+
+def open_signed(name: str, document: object, trust: Trust) -> tuple[TrustedKey, bytes]:
+    """Return which trusted key signed a bundle, and its payload; errors as `find_signed`."""
     envelope = parse_bundle(document)
     signer = _known(name, envelope.key_id, trust)
     _verify(name, signer, envelope.signature, signed_bytes(envelope.payload))
-    return signer, parse_statement(envelope.payload)
+    return signer, envelope.payload
 
 
 def claimed_key(archive: Archive) -> str:

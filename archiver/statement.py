@@ -47,9 +47,17 @@ class Envelope:
     signature: bytes
 
 
-def format_bundle(statement: Statement, key_id: str, sign: Callable[[bytes], bytes]) -> bytes:
-    """Write the content of the signature's file; `sign` gives the signature of some bytes."""
-    payload = json.dumps(_statement_to_json(statement), separators=(",", ":")).encode()
+def format_statement(statement: Statement) -> bytes:
+    """Write what is signed of an archive's files."""
+    return json.dumps(_statement_to_json(statement), separators=(",", ":")).encode()
+
+
+def format_bundle(payload: bytes, key_id: str, sign: Callable[[bytes], bytes]) -> bytes:
+    """Write the content of a signature's file; `sign` gives the signature of some bytes.
+
+    Args:
+        payload: an in-toto statement.
+    """
     return format_json(
         {
             "mediaType": MEDIA_TYPE,

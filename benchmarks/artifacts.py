@@ -405,7 +405,7 @@ def _main(session: Any) -> int:
 
 def _openvino(path: Path, options: Options, threads: int, make: Make) -> Callable[..., Any]:
     import onnxruntime
-    import openvino  # type: ignore[import-not-found]
+    import openvino
 
     asked = {
         "PERFORMANCE_HINT": options["hint"],

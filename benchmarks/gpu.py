@@ -53,7 +53,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--device", default="cuda:0", help="cpu for a trial of this script")
     parser.add_argument("--batch", type=int, action="append", help="default: 1, 8 and 32")
     parser.add_argument("--seconds", type=float, default=5)
     parser.add_argument("-o", "--output", type=Path, default=LOCAL_RESULTS)
@@ -63,7 +63,7 @@ def main() -> int:
     if given.bare is not None:
         print(measure_bare(given.bare, given.seconds))
         return 0
-    name = find_device(given.device)
+    name = "no device" if given.device == "cpu" else find_device(given.device)
     if name is None:
         print(f"benchmarks.gpu: torch finds no CUDA device {given.device} on this machine; run it "
               "on one where nvidia-smi lists a GPU, with a torch build for CUDA",

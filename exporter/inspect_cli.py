@@ -109,6 +109,7 @@ def _summary(description: Mapping[str, Any]) -> Table:
         "tied": _joined("; ", *(" = ".join(names) for names in weights.get("tied", ()))),
         "not finite": _joined(", ", *weights.get("non_finite", ())),
         "takes": _joined(", ", *description.get("takes", ())),
+        "batches": description.get("batching"),
         "operators": description.get("operators"),
         "opset": _joined(", ", *description.get("opset", ())),
     }

@@ -86,7 +86,8 @@ def _proven(artifact: Path, sha256: str) -> dict[str, Any]:
 
 
 def _takes(signature: Signature) -> dict[str, Any]:
-    return {"takes": [str(spec) for spec in signature.inputs]}
+    batching = {"batching": str(signature.batching)} if signature.batching else {}
+    return {"takes": [str(spec) for spec in signature.inputs], **batching}
 
 
 def _checkpoint(checkpoint: Checkpoint, notes: tuple[str, ...]) -> dict[str, Any]:

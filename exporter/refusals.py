@@ -12,10 +12,10 @@ from modelyard.exporter.arguments import read_inputs
 from modelyard.exporter.checkpoint import split_model
 from modelyard.exporter.classes import without_name
 from modelyard.exporter.errors import UsageError, cause
-from modelyard.exporter.request import STATIC, SUFFIXES, ExportRequest, report_path
+from modelyard.exporter.request import AUTO, STATIC, SUFFIXES, ExportRequest, report_path
 
 _PRECISIONS = ("fp32", "bf16", "fp16")
-_QUANTIZATIONS = ("int8-dynamic", STATIC)
+_QUANTIZATIONS = ("int8-dynamic", STATIC, AUTO)
 
 
 def check_request(request: ExportRequest) -> None:
@@ -48,6 +48,13 @@ def _problems(request: ExportRequest) -> Iterator[str]:
         yield f"--tolerance {request.tolerance} is not a difference; expected 0 or more"
     if request.max_loss is not None and not 0 <= request.max_loss < 1:
         yield f"--max-loss {request.max_loss} is not a share; expected 0 or more, below 1"
+    if request.exact_labels and (quantize in (None, AUTO) or not request.samples):
+        yield (
+            "--exact-labels runs undecided rows of a quantised model again in float32; give "
+            "--quantize int8-static or int8-dynamic, and --sample FILE with rows to learn from"
+        )
+    if request.tf32 and not request.device.startswith("cuda"):
+        yield f"--tf32 is of CUDA devices, and --device is {request.device}; give --device cuda"
     if request.sample_only and not request.samples:
         yield "--sample-only has nothing to compare on; give --sample FILE too"
     try:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 SUFFIXES = {"pt2": ".pt2", "onnx": ".onnx", "torchscript": ".pt", "aoti": ".aoti.pt2"}
 """Format → suffix of its artifacts."""
-STATIC = "int8-static"
+STATIC, AUTO = "int8-static", "auto"
 
 _OTHER_FLAGS = {
     "announce": "--trust",
@@ -31,7 +31,7 @@ _OTHER_FLAGS = {
 }
 _WRITTEN = (
     "model task weights_key ema announce model_args generate inputs submodule output_names formats "
-    "name device tolerance dtype quantize max_loss "
+    "name device tf32 tolerance dtype quantize max_loss exact_labels "
     "samples quick sample_only output_dir"
 )
 FLAGS: Mapping[str, str] = {
@@ -56,10 +56,12 @@ def export(
     output_names: str | Sequence[str] = (),
     name: str | None = None,
     device: str = "cpu",
+    tf32: bool = False,
     tolerance: float | None = None,
     dtype: str | None = None,
     quantize: str | None = None,
     max_loss: float | None = None,
+    exact_labels: bool = False,
     generate: bool = False,
     samples: Sequence[str | Path] = (),
     quick: bool = False,
@@ -98,14 +100,19 @@ def export(
             for each, in order.
         name: name of the artifacts, without suffix. Default: the checkpoint's.
         device: where to trace and check, cpu or cuda[:N]. The artifact loads on any.
+        tf32: with device cuda: let it round float32 to TensorFloat-32, which is 1e-3 apart and has
+            to be within the tolerance; report and workers do the same.
         tolerance: largest difference of one output value, over its row's largest where that is
             above 1. Default: 1e-4 for float32 and float64, 1e-2 for float16, 3e-2 for bfloat16.
         dtype: precision of weights and floating-point inputs: fp32, bf16 or fp16. Default: the
             checkpoint's own. Parity compares with the checkpoint in float32.
         quantize: quantisation for onnx: int8-dynamic (8-bit weights) or int8-static (activations
-            too, in the ranges that the rows of the samples reach, some of which are compared on).
+            too, in the ranges that the rows of the samples reach, some of which are compared on),
+            or auto: the smallest of these and float32 that loses no more than max_loss.
         max_loss: what a lower precision may lose without a warning: of rows with another largest
             value, and of variance (1 - R2), whichever is more. Default: 0.01.
+        exact_labels: with quantize and samples: rows whose two largest values are closer than the
+            samples' largest errors run again in float32, inside of the same file.
         generate: write a Hugging Face decoder (GPT-2, Llama …) with its cache, for the handler
             generate; inputs are needed for other ranges only.
         samples: real inputs to compare on: .npz, .npy, .pt, .json, .txt or a picture; nothing of
@@ -123,7 +130,10 @@ def export(
             not be written anew are as they were.
     """
     given = locals()
-    from modelyard.exporter.trip import run
+    if quantize == AUTO:
+        from modelyard.exporter.auto import choose as run
+    else:
+        from modelyard.exporter.trip import run
 
     for each in ("inputs", "formats", "output_names"):
         if isinstance(given[each], str):
@@ -157,10 +167,12 @@ class ExportRequest:
     output_names: Sequence[str] = ()
     name: str | None = None
     device: str = "cpu"
+    tf32: bool = False
     tolerance: float | None = None
     dtype: str | None = None
     quantize: str | None = None
     max_loss: float | None = None
+    exact_labels: bool = False
     generate: bool = False
     samples: Sequence[Path] = ()
     quick: bool = False

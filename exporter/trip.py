@@ -2,6 +2,7 @@
 
 import functools
 import json
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -31,6 +32,7 @@ from modelyard.exporter.errors import (
     propose_no_failed_format,
 )
 from modelyard.exporter.formats import (
+    rerun,
     to_aoti,
     to_exported_program,
     to_onnx,
@@ -49,6 +51,7 @@ from modelyard.exporter.prove.parity import ExportReport, Parity, check, publish
 from modelyard.exporter.prove.reference import Reference, observe
 from modelyard.exporter.refusals import as_onnx, check_request
 from modelyard.exporter.request import STATIC, ExportRequest, command_of, paste, rename_file
+from modelyard.handlers.models.backends import set_precision
 from modelyard.handlers.proof.probes import Probe, make_inputs
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -107,7 +110,7 @@ def run(request: ExportRequest) -> list[ExportReport]:
             "labels": checkpoint.named_labels(),
             "table": _table(reference, checkpoint.columns),
         }
-        with _workspace(request.output_dir) as folder:
+        with _workspace(request.output_dir) as folder, set_precision(device, request.tf32):
             drafts, failures = _write_each(request, reference, inputs, folder)
             if not drafts:
                 raise _nothing_written(failures)
@@ -126,6 +129,7 @@ def run(request: ExportRequest) -> list[ExportReport]:
                     model=model_name,
                     model_args=request.model_args or {},
                     device=str(device),
+                    tf32=request.tf32,
                     details={key: value for key, value in details.items() if value} | dict(written),
                     command=command_of(request, [format]),
                     warnings=(
@@ -226,6 +230,7 @@ def _prove(
         is_quantized=request.quantize is not None or (file is not None and file.is_quantized),
         locate=lambda case: first_difference(draft, format, reference, case),
         trusted=trusted,
+        tf32=request.tf32,
     )
 
 
@@ -235,6 +240,7 @@ def _batching(reference: Reference, checker: Checker, parity: Parity) -> Batchin
     return reference.rows.find(
         lambda inputs: checker.run("a batch of other rows", inputs),
         parity.tolerance if reference.is_lowered else 0.0,
+        checker.find_sizes,
     )
 
 
@@ -327,14 +333,24 @@ def _writers(request: ExportRequest, reference: Reference, inputs: Inputs) -> di
 
     def write_onnx(path: Path) -> Mapping[str, object]:
         if (file := file_of(model)) is not None:
-            details = file.write(path, signature, reference.keys)
+            details = {**file.write(path, signature, reference.keys)}
         else:
             details = to_onnx.write(program(), signature, path)
         if request.quantize is None:
             return details
-        if request.quantize == STATIC:
-            return details | to_onnx.quantize_static(path, signature, inputs.calibration)
-        return details | to_onnx.quantize(path)
+        full = path.with_name(f"full-{path.name}")
+        shutil.copyfile(path, full)
+        is_static = request.quantize == STATIC
+        details |= (
+            to_onnx.quantize_static(path, signature, inputs.calibration)
+            if is_static
+            else to_onnx.quantize(path)
+        )
+        if request.exact_labels:
+            samples = inputs.calibration if is_static else inputs.samples
+            details |= rerun.write(path, full, signature, samples, reference.run)
+        full.unlink()
+        return details
 
     return {
         "pt2": lambda path: to_exported_program.write(program(), path),

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from modelyard.archiver.handler_files import BACKGROUND_FILE, LABELS_FILE
 from modelyard.archiver.labels import count_problem
+from modelyard.archiver.model_config import BATCH_INVARIANT
 from modelyard.archiver.reference import Reference
 from modelyard.archiver.report import Report
 from modelyard.archiver.signature import Size, TensorSpec, fits
@@ -42,10 +43,11 @@ from modelyard.handlers.infer import run_tensors
 from modelyard.handlers.limits import check_stated
 from modelyard.handlers.models.backends import Artifact, Output, main_output
 from modelyard.handlers.models.folder import load_label_mapping, read_config, read_reference
-from modelyard.handlers.models.packed import open_packed
+from modelyard.handlers.models.packed import PackedModel, open_packed
 from modelyard.handlers.models.rows import (
     TopLabels,
     probabilities_of,
+    read_flag,
     read_numbers,
     read_output_kind,
     stack,
@@ -128,6 +130,8 @@ class BaseHandler:
     """Dimension of scores (…) of more than one that is that of the classes."""
     label_dim: ClassVar[int | None] = None
     """Dimension of the first output that the labels name; None where there is none."""
+    fills_rows: ClassVar[bool] = False
+    """Whether a row is filled up to the longest of its batch, whatever is asked for."""
     thing: ClassVar[str] = "value"
     """What a value of the input is called."""
     embedded: int | None = None
@@ -195,6 +199,8 @@ class BaseHandler:
         self.main_output = main.name if main else None
         self._output_sizes = main.shape if main else ()
         self.report = packed.report
+        if read_flag(BATCH_INVARIANT, self.model_yaml_config.get(BATCH_INVARIANT, False)):
+            self.model = self._as_invariant(packed)
         self.signature = (self.manifest.get("modelyard") or {}).get("signature")
         self.is_whole = self.signature is not None and not _have_rows(self.inputs)
         self._whole_outputs = tuple(
@@ -540,6 +546,17 @@ class BaseHandler:
         return key if self.mapping is None else self.mapping.get(key, key)
 
     # --- initialize -----------------------------------------------------------------------------
+
+    def _as_invariant(self, packed: PackedModel) -> Artifact:
+        from modelyard.handlers.models.invariant import keep_bits
+
+        if self.fills_rows:
+            raise LoadError(
+                f"{BATCH_INVARIANT} in model-config.yaml: {type(self).__name__} fills rows up to "
+                "the longest of their batch, so what a row is depends on the others; leave it out"
+            )
+        batch_size = self.context.system_properties["batch_size"]
+        return keep_bits(packed.artifact, packed.report, batch_size)
 
     def _check_batch_size(self, batch_size: int) -> None:
         if self.is_whole and batch_size != 1:

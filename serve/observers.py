@@ -20,8 +20,8 @@ class Host:
     """The server that an observer is made for.
 
     It hears of models by `registry.on_change`, of answers by `pool.on_answer` and a kind's
-    `watcher`, decides who answers by `registry.splits`, is remembered by `registry.notes`, and
-    exposes its metrics by `metrics.add`.
+    `watcher`, of batches by `pool.on_batch`, decides who answers by `registry.splits`, is
+    remembered by `registry.notes`, and exposes its metrics by `metrics.add`.
     """
 
     lifecycle: Lifecycle

@@ -62,7 +62,7 @@ async def _run(task: dict[str, Any], settings: Settings, result: int) -> int:
     everything = () if settings.sandbox else os.environ
     environment = {
         **choose_variables(os.environ, (*PASSED, *settings.pass_variables, *everything)),
-        **thread_environment(),
+        **thread_environment(task.get("threads")),
     }
     walls = task["walls"]
     if walls and not walls["has_files"]:

@@ -192,6 +192,12 @@ CONFLICTS: tuple[tuple[str, Callable[[Any, Mapping[str, Any]], object], str], ..
         "host is {host}, and its clients would name files of this machine; set host: 127.0.0.1",
     ),
     (
+        "incidents",
+        lambda value, data: value and data.get("servers", 1) > 1,
+        "servers is {servers}, and nobody would know which of them remembers an answer; set "
+        "servers: 1",
+    ),
+    (
         "require_sandbox",
         lambda value, data: value and not data.get("sandbox"),
         "the setting sandbox is off",
@@ -319,6 +325,12 @@ class Settings(BaseModel):
     """Share of the predictions of archives with a reference that are explained unasked."""
     tracing: bool = False
     """Export spans of sampled requests, as OpenTelemetry's variables say; needs the extra otel."""
+    incidents: int = Field(default=0, ge=0, le=1_000_000)
+    """Answers of which the server remembers how they came about, for `modelyard incident`."""
+    incident_bytes: int = Field(default=64 << 20, ge=65_536)
+    """Size of all that is remembered; the oldest goes."""
+    incident_inputs: bool = False
+    """Remember requests, their headers and answers themselves too, not only their digests."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least level of what is written of the server's own log."""
     log_format: Literal["text", "json"] = "text"

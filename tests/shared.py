@@ -17,6 +17,7 @@ from modelyard_client.options import Method
 
 from modelyard.archiver import write_archive
 from modelyard.base.explain_options import EXPLAIN_OPTIONS
+from tests import seen_on
 from tests.serve.live import LiveServer, running
 
 ROOT = Path(__file__).parents[1]
@@ -65,6 +66,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=place)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record", action="store_true", help="write docs/seen-on.md; needs a device")
+    parser.addoption("--dry-run", action="store_true", help="let tests of a device take the CPU")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Refuse to record what no device has shown, and look on where one is there."""
+    if config.getoption("--record"):
+        config.pluginmanager.register(seen_on.Recorder(), "seen-on")
+
+
+@pytest.fixture(scope="session")
+def device(pytestconfig: pytest.Config) -> str:
+    """What tests of CUDA run on: a device, or the CPU where that is asked for."""
+    return "cpu" if pytestconfig.getoption("--dry-run") else "cuda:0"
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what needs a CUDA device, or a method that a plug-in brings, where it is not there."""
     callspec = getattr(item, "callspec", None)
@@ -74,7 +92,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu"):
         import torch
 
-        if not torch.cuda.is_available():
+        asks = "device" in getattr(item, "fixturenames", ())
+        if not torch.cuda.is_available() and not (asks and item.config.getoption("--dry-run")):
             pytest.skip("this machine has no CUDA device that torch can use")
 
 

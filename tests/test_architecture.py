@@ -24,8 +24,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("base", "archiver", "handlers", "exporter", "serve")
 """Of core."""
 PLUGINS = (
-    *("audit", "clouds", "cluster", "grpc", "mlflow", "ops", "recertify", "tasks", "torchserve"),
-    *("training", "triton", "tune"),
+    *("audit", "clouds", "cluster", "grpc", "incidents", "mlflow", "ops", "provenance"),
+    *("recertify", "tasks", "torchserve", "training", "triton", "tune"),
 )
 
 HAS_PLUGINS = (ROOT / "plugins").exists()

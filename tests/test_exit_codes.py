@@ -27,7 +27,7 @@ WRONG: dict[str, dict[str, str]] = {
     },
     "verify": {"--device": "zip"},
     "diff": {"--device": "zip", "--tolerance": "-1"},
-    "recertify": {"archives": "nowhere", "--with": "zip"},
+    "recertify": {"archives": "nowhere", "--with": "zip", "--runtime": "zip"},
     "serve start": {
         "--device": "zip", "--auth": "zip", "--log-format": "zip", "--log-level": "zip",
         "--port": "99999", "--workers": "9999", "--explain-share": "2",
@@ -47,6 +47,8 @@ WRONG: dict[str, dict[str, str]] = {
     "token new": {"name": "a b", "--rights": "predct"},
     "tune": {"--slo": "zip", "--device": "zip"},
     "plan": {"--slo": "zip", "--rps": "0", "--mix": "=0"},
+    "incident": {"--url": URL},
+    "provenance attest": {"--expires": "soon"},
     "predict": {"--url": URL},
     "explain": {"--url": URL, "--output": "a.jpg"},
 }  # fmt: skip
@@ -61,7 +63,7 @@ FREE = {
 SERVERS = {
     *("--shadow", "--for", "--canary", "--rule", "--expect", "--header", "--to"),
     *("--method", "--target", "--against", "--region", "--output-kind", "--baseline", "--layer"),
-    *("--aggregate",),
+    *("--aggregate", "id", "--at"),
 }
 """What the server judges, whose version may know others."""
 OTHERS = {
@@ -90,6 +92,9 @@ REQUIRED = {
     "token new": ["app", "--rights", "predict"],
     "tune": ["m"],
     "plan": ["--slo", "p99=50ms", "--mix", "m=1", "--rps", "3"],
+    "incident": ["7f3c", "-o", "i.json"],
+    "provenance attest": ["m.mar", "-o", "p.json"],
+    "provenance sbom": ["m.mar", "-o", "s.json"],
     "predict": ["m", "README.md"],
     "explain": ["m", "README.md"],
 }

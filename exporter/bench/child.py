@@ -23,8 +23,7 @@ from modelyard.exporter.checkpoint import open_model
 from modelyard.exporter.child import answer_questions
 from modelyard.exporter.errors import cause
 from modelyard.exporter.prove.watch import count
-from modelyard.handlers.models.backends import open_artifact
-from modelyard.handlers.proof.agree import full_precision
+from modelyard.handlers.models.backends import open_artifact, set_precision
 from modelyard.handlers.proof.probes import Probe, make_inputs
 
 Tensors = tuple[Tensor, ...]
@@ -71,6 +70,7 @@ class Session:
         self._signature = parse_signature(signature)
         self._kind, self._device = kind, torch.device(device)
         started = time.perf_counter()
+        set_precision(self._device)
         if kind in ("eager", "compile"):
             built = self._stack.enter_context(open_model(Path(path), model, model_args))
             module = take_inputs(built.to(self._device), self._signature)
@@ -118,7 +118,7 @@ class Session:
         torch.save(kept, self._folder / f"{batch}.pt")
 
     def _call(self, batch: int) -> Any:
-        with torch.inference_mode(), full_precision(self._device):
+        with torch.inference_mode():
             output = self._run(*self._inputs[batch])
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)

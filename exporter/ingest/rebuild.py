@@ -41,14 +41,19 @@ class Storage:
 
 
 class Rebuilder:
-    """Returns the values of torch's own calls; keeps the checks that need the storages' content."""
+    """Returns the values of torch's own calls; keeps the checks that need the storages' content.
 
-    def __init__(self) -> None:
+    Args:
+        storages_are_filled: false while the content follows later in the file (legacy format).
+    """
+
+    def __init__(self, *, storages_are_filled: bool = True) -> None:
         self._sparse: list[Tensor] = []
         self._calls: dict[str, Callable[..., Any]] = {
             **_CALLS,
             **dict.fromkeys(_FROM_TYPE, self._rebuild_from_type),
             _SPARSE: self._rebuild_sparse,
+            _NESTED: _rebuild_nested if storages_are_filled else lambda *_: NOT_REBUILT,
         }
 
     def __call__(self, function: Global, args: tuple[Any, ...]) -> Any:
@@ -183,6 +188,40 @@ def _rebuild_parameter(data: Any, *_: Any) -> Any:
     return data
 
 
+def _rebuild_quantized(
+    storage: Any, offset: Any, size: Any, stride: Any, scheme: Any, *_: Any
+) -> Any:
+    if not isinstance(storage, Storage) or not isinstance(scheme, tuple) or len(scheme) < 3:
+        raise BadPickle("a quantised tensor without its parameters")
+    size, stride = _sizes(size), _sizes(stride)
+    _check_extent(size, stride, _count(offset), storage.nbytes // storage.dtype.itemsize)
+    # Made at its full size first, so a shape that only strides of 0 could fill is none.
+    if math.prod(size) > storage.nbytes:
+        raise BadPickle(f"a quantised tensor of shape {list(size)} on {storage.nbytes} bytes")
+    kind, *rest = scheme
+    kind = global_value(kind) if isinstance(kind, Global) else kind
+    if kind == torch.per_tensor_affine:
+        scale, zero_point = rest
+        if not isinstance(scale, float | int) or type(zero_point) is not int:
+            raise BadPickle("a quantised tensor without its scale")
+        empty = torch._empty_affine_quantized(
+            size, scale=scale, zero_point=zero_point, dtype=storage.dtype
+        )
+    elif kind in (torch.per_channel_affine, torch.per_channel_affine_float_qparams):
+        scales, zero_points, axis = rest
+        if not 0 <= _count(axis) < len(size) or not all(
+            isinstance(value, Tensor) and value.numel() == size[axis]
+            for value in (scales, zero_points)
+        ):
+            raise BadPickle("a quantised tensor whose scales do not fit it")
+        empty = torch._empty_per_channel_affine_quantized(
+            size, scales=scales, zero_points=zero_points, axis=axis, dtype=storage.dtype
+        )
+    else:
+        return NOT_REBUILT
+    return empty.set_(storage.untyped, offset, size, stride)
+
+
 def _rebuild_meta(dtype: Any, size: Any, stride: Any, *_: Any) -> Tensor:
     return torch.empty_strided(_sizes(size), _sizes(stride), dtype=_dtype(dtype), device="meta")
 
@@ -234,6 +273,23 @@ def _check_sparse(tensor: Tensor) -> None:
     torch._validate_sparse_compressed_tensor_args(
         *indices, tensor.values(), size, tensor.layout, check_pinning=False
     )
+
+
+def _rebuild_nested(buffer: Any, sizes: Any, strides: Any, offsets: Any) -> Tensor:
+    parts = (buffer, sizes, strides, offsets)
+    if not all(isinstance(part, Tensor) and part.layout is torch.strided for part in parts):
+        raise BadPickle("a nested tensor without its sizes")
+    if buffer.ndim != 1 or not buffer.is_contiguous() or sizes.shape != strides.shape:
+        raise BadPickle("a nested tensor whose sizes do not fit")
+    if sizes.dtype is not torch.int64 or strides.dtype is not torch.int64 or sizes.ndim != 2:
+        raise BadPickle("a nested tensor whose sizes are not integers")
+    if offsets.dtype is not torch.int64 or offsets.shape != sizes.shape[:1]:
+        raise BadPickle("a nested tensor whose offsets do not fit")
+    rows = zip(sizes.tolist(), strides.tolist(), offsets.tolist(), strict=True)
+    for size, stride, offset in rows:
+        _check_extent(_sizes(size), _sizes(stride), _count(offset), buffer.numel())
+    # Copies: what was checked must not be what the file changes through a shared storage.
+    return torch._nested_view_from_buffer(buffer, sizes.clone(), strides.clone(), offsets.clone())
 
 
 def _make_counter(counts: Any = ()) -> Any:
@@ -293,6 +349,7 @@ def _make_complex(real: Any, imaginary: Any = 0.0) -> Any:
 
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _SPARSE = "torch._utils._rebuild_sparse_tensor"
+_NESTED = "torch._utils._rebuild_nested_tensor"
 _FROM_TYPE = ("torch._tensor._rebuild_from_type_v2", "torch.tensor._rebuild_from_type_v2")
 _TENSOR_CLASSES = (
     *("torch.Tensor", "torch._tensor.Tensor"),
@@ -305,6 +362,7 @@ _CALLS: Mapping[str, Callable[..., Any]] = {
     "torch._utils._rebuild_tensor_v3": _rebuild_v3,
     "torch._utils._rebuild_parameter": _rebuild_parameter,
     "torch._utils._rebuild_parameter_with_state": _rebuild_parameter,
+    "torch._utils._rebuild_qtensor": _rebuild_quantized,
     "torch._utils._rebuild_meta_tensor_no_storage": _rebuild_meta,
     "torch._utils._rebuild_device_tensor_from_numpy": _rebuild_on_cpu,
     "torch._utils._rebuild_xla_tensor": _rebuild_on_cpu,
@@ -320,9 +378,11 @@ _CALLS: Mapping[str, Callable[..., Any]] = {
     "builtins.complex": _make_complex,
 }
 
-_CONSTANTS: Mapping[str, torch.dtype] = {
+_DTYPES: Mapping[str, torch.dtype] = {
     str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)
 }
+_SCHEMES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.qscheme)}
+_CONSTANTS: Mapping[str, Any] = {**_DTYPES, **_SCHEMES}
 
 _STORAGE_MODULES = frozenset(["torch", "torch.cuda", "torch.storage"])
 _STORAGES: Mapping[str, torch.dtype] = {
@@ -331,5 +391,5 @@ _STORAGES: Mapping[str, torch.dtype] = {
     if isinstance(dtype := getattr(kind, "_dtype", None), torch.dtype)
 } | dict.fromkeys(("UntypedStorage", "_UntypedStorage"), torch.uint8)
 
-KNOWN = frozenset([*_CALLS, *_CONSTANTS, _SPARSE, *_FROM_TYPE, *_TENSOR_CLASSES])
+KNOWN = frozenset([*_CALLS, *_CONSTANTS, _SPARSE, _NESTED, *_FROM_TYPE, *_TENSOR_CLASSES])
 """Names that torch's own weights-only loader takes too, and that get a value here."""

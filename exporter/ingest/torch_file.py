@@ -190,7 +190,7 @@ def load_as_torch(source: Source, file: TorchFile) -> Any:
 def _read_legacy(source: Source) -> TorchFile:
     """Read five pickles, back to back, and the storages behind them."""
     stream = Window(source.data)
-    rebuild = Rebuilder()
+    rebuild = Rebuilder(storages_are_filled=False)
     storages = _LegacyStorages(source)
     magic = read_pickle(stream, storages.refuse, rebuild).value
     version = read_pickle(stream, storages.refuse, rebuild).value

@@ -22,6 +22,7 @@ _FAR = 4.0
 # Of a first layer, trained on numbers around 1: size of its inputs, and of its products over that
 # of its bias, which both are outside of these where samples are ten times too small or too large.
 _SMALL, _LARGE = (0.2, 2.0), (4.0, 10.0)
+DOUBTFUL = "the samples are doubtful"
 _ADVICE = "give --sample what the model gets in use, after the same preprocessing"
 
 
@@ -53,7 +54,7 @@ def doubts(model: nn.Module, samples: Sequence[Sample], signature: Signature) ->
         *_scales(model, seen, signature),
         *_labels([next(iter(each.values())) for each in outputs]),
     ]
-    return [f"the samples are doubtful: {text}; {_ADVICE}" for text in found[:2]]
+    return [f"{DOUBTFUL}: {text}; {_ADVICE}" for text in found[:2]]
 
 
 _NORMS = nn.modules.batchnorm._BatchNorm

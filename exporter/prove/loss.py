@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 MAX_LOSS = 0.01
-"""Loss above which an artifact is named as outside."""
+"""Loss above which an artifact is named as outside, and not chosen by `--quantize auto`."""
 
 # Share of a number's size below which it counts as constant: float32 rounds to a hundredth of it.
 _CONSTANT = 1e-5

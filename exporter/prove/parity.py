@@ -160,6 +160,8 @@ class ExportReport:
     """What one format alone has to say, such as how TorchScript was made."""
     command: str
     """The command line that makes this artifact, without absolute paths."""
+    tf32: bool = False
+    """Whether CUDA rounds what the artifact computes; the checkpoint is computed without."""
     checkpoint_kind: str = "state dict"
     checkpoint_details: Mapping[str, object] = field(default_factory=dict)
     """How the checkpoint was read: loader, weights chosen, prefixes stripped, names refused."""
@@ -190,6 +192,7 @@ class ExportReport:
             "model": self.model,
             "model_args": dict(self.model_args),
             "device": self.device,
+            "tf32": self.tf32,
             "details": dict(self.details),
             "warnings": list(self.warnings),
             "versions": {
@@ -238,6 +241,7 @@ def check(
     is_quantized: bool = False,
     locate: Locate | None = None,
     trusted: Sequence[str] = (),
+    tf32: bool = False,
 ) -> Parity:
     """Compare the artifact with the checkpoint's outputs in a fresh process.
 
@@ -252,6 +256,7 @@ def check(
         is_quantized: judge as an approximation.
         locate: asked for the first submodule that differs, in the case that differs most.
         trusted: operators that a program may call beside those of the list.
+        tf32: whether CUDA rounds what the artifact computes, and so later answers.
 
     Raises:
         ParityError: it does not load or run, or an output differs by more than the tolerance;
@@ -266,7 +271,7 @@ def check(
     losses = _Losses(reference) if is_quantized or reference.is_lowered else None
 
     def open_artifact() -> None:
-        checker.open(artifact, format, device, trusted)
+        checker.open(artifact, format, device, trusted=trusted, tf32=tf32)
 
     try:
         open_artifact()

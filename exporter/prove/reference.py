@@ -35,12 +35,11 @@ from modelyard.exporter.prove.watch import (
     plain_tensors,
     watch,
 )
-from modelyard.handlers.models.backends import dtype_name, torch_dtype, type_name
+from modelyard.handlers.models.backends import dtype_name, set_precision, torch_dtype, type_name
 from modelyard.handlers.proof.agree import (
     ORDINARY_KINDS,
     OutputScales,
     compare,
-    full_precision,
     rule_for,
     split,
 )
@@ -204,6 +203,10 @@ class Reference:
     rows: Rows | None = None
     """What finds out of an artifact whether its rows keep apart."""
 
+    def run(self, sample: Sample) -> Tensors:
+        """Return what the checkpoint gives for a sample."""
+        return self.cases.run(Probe("sample", sample.sizes), _lowered(sample, self.signature))
+
     @property
     def compared_with(self) -> str:
         """Name what the artifact is compared with."""
@@ -249,7 +252,7 @@ def observe(
     found = {} if sample_only else find_values(original, in_float32)
     tried = signature.with_values(found)
     original.to(device)
-    with full_precision(device):
+    with set_precision(device):
         if sample_only:
             chosen_sample = choose_example(samples, signature)
             example_probe = Probe("sample", chosen_sample.sizes)
@@ -450,7 +453,7 @@ def _outputs(
 ) -> Tensors:
     """Run the checkpoint's model, on its own device, and give its outputs on the CPU."""
     device = next((value.device for value in model.state_dict().values()), torch.device("cpu"))
-    with full_precision(device):
+    with set_precision(device):
         output = _call(model, signature, probe, _to(raised(inputs, dtype is not None), device))
     found = (tensor.cpu() for tensor in flatten(output).values())
     # None may keep a larger tensor in memory, whose part it is.

@@ -4,14 +4,23 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, chain
 
-import torch
 from torch import Tensor
 
 from modelyard.archiver.signature import Batching, Dim, Signature
 from modelyard.base.scale import Scale
 from modelyard.exporter.errors import ExportError, ModelError
 from modelyard.exporter.inputs.samples import why_no_rows
+from modelyard.handlers.models.invariant import (
+    OWN_ROWS,
+    STRANGERS,
+    candidates,
+    enlarged,
+    find_sizes,
+    mixes,
+)
 from modelyard.handlers.proof.agree import Rule, allowance, compare
 from modelyard.handlers.proof.bounds import Bounds
 
@@ -19,21 +28,10 @@ Tensors = tuple[Tensor, ...]
 
 # Rows of the smaller batch that is tried: neither 1 nor the tile of any kernel.
 _SMALL = 3
-# How others are made: the words for it, their factors in turn, and whether the batch is small.
-_DRAWS = (
-    ("beside other rows", (1.0,), False),
-    ("beside rows 1,000 times as large", (1000.0,), False),
-    ("beside itself and others", (1.0,), True),
-    ("beside rows 10 times as large", (10.0,), False),
-    ("beside rows 100 times as large", (100.0,), False),
-    ("beside other rows", (1.0,), False),
-)
-_FEW_DRAWS = (
-    ("beside rows up to 1,000 times as large", (1.0, 1000.0, 10.0, 100.0), False),
-    ("beside itself and others", (1.0,), True),
-)
-# Of all draws together, for each artifact; a core takes about a second.
-_BUDGET_GFLOP = 20.0
+_BUDGET_GFLOP = 50.0
+"""Arithmetic of all batches of an artifact, each size with many rows; some seconds."""
+_MOST_GFLOP = 100.0
+"""Arithmetic of those in which bits are compared, where few are tried."""
 _TOO_FEW = "no two rows of the samples could change places, so whether rows mix is unknown"
 # As the tolerance of float32: a kernel may add in another order for another batch size.
 _ROW_TOLERANCE = 1e-4
@@ -97,13 +95,19 @@ class Rows:
     are_chosen: bool
     """Whether the outputs are those that were asked for: else others may do."""
 
-    def find(self, run: Callable[[Tensors], Tensors], tolerance: float = 0.0) -> Batching:
+    def find(
+        self,
+        run: Callable[[Tensors], Tensors],
+        tolerance: float = 0.0,
+        find_alike: Callable[..., Sequence[int]] | None = None,
+    ) -> Batching:
         """Find whether requests may share a batch: compare rows alone, and beside all sorts.
 
         Args:
             run: what is served; raises an `ExportError` where it fails.
             tolerance: largest scaled difference that its precision explains, if that is more than
                 float32's.
+            find_alike: `find_sizes` behind its `run`, where that is elsewhere.
         """
         signature, batch = self.signature, self.signature.batch
         if not isinstance(batch, Dim):
@@ -113,84 +117,82 @@ class Rows:
         if reasons:
             return Batching(False, reasons[0])
         mixed = _shapes_apart(signature, batch)
+        sizes: tuple[int, ...] = ()
+        apart = 0.0
         if not mixed and self.batches is None:
             return Batching(False, _TOO_FEW)
         if not mixed and self.batches is not None:
-            mixed = self._mixed(run, batch, self.batches, max(_ROW_TOLERANCE, tolerance))
+            tried = candidates(batch, batch.max)
+            is_cheap = self.gflop * 25 * sum(tried) <= _BUDGET_GFLOP
+            count, strangers = (OWN_ROWS, STRANGERS) if is_cheap else (2, STRANGERS[-1:])
+            own = tuple(tensor[:count] for tensor in self.batches(batch.max, 0))
+            rows = self.batches(batch.max, 1)
+            others = [enlarged(signature.inputs, rows, factors) for factors in strangers]
+            largest = [batch.max, *([batch.at_least(_SMALL)] if is_cheap else [])]
+            allowed = max(_ROW_TOLERANCE, tolerance)
+            mixed, apart = self._mixed(run, batch.min, own, others, largest, allowed)
+            if not is_cheap:
+                tried = [size for size in tried if size & (size - 1) == 0]
+                work = accumulate(self.gflop * (3 * size + 4) for size in tried)
+                tried = tried[: sum(each <= _MOST_GFLOP for each in work)]
+            if not mixed:
+                with suppress(ExportError):
+                    sizes = tuple((find_alike or partial(find_sizes, run))(own, others, tried))
         if mixed:
-            others = [spec.name for spec in signature.outputs if spec.name not in mixed]
-            keep = "" if self.are_chosen else "".join(f" --output {name}" for name in others)
+            left = [spec.name for spec in signature.outputs if spec.name not in mixed]
+            keep = "" if self.are_chosen else "".join(f" --output {name}" for name in left)
             return Batching(False, next(iter(mixed.values())) + (f"; try{keep}" if keep else ""))
-        return Batching(True, "a row gives the same alone and beside any other rows")
+        return Batching(True, "a row gives the same alone and beside any other rows", sizes, apart)
 
     def _mixed(
         self,
         run: Callable[[Tensors], Tensors],
-        batch: Dim,
-        batches: Callable[[int, int], Tensors],
+        least: int,
+        own: Tensors,
+        others: Sequence[Tensors],
+        sizes: Sequence[int],
         tolerance: float,
-    ) -> dict[str, str]:
-        """Return the outputs whose rows change, and why."""
+    ) -> tuple[dict[str, str], float]:
+        """Return the outputs whose rows change, and why; else how far others move a row."""
         why = (
             f"; batch-norm uses the statistics of its batch{self.batch_norm[0]}"
             if self.batch_norm
             else ""
         )
-        largest, small = batch.max, batch.at_least(_SMALL)
-        is_cheap = self.gflop * largest * len(_DRAWS) <= _BUDGET_GFLOP
-        draws = _DRAWS if is_cheap else _FEW_DRAWS
-        count = max(1, min(4 if is_cheap else 2, largest // 2))
-        mine = tuple(tensor[:count] for tensor in batches(largest, 0))
-        expected: list[Tensors] = []
-        if batch.min == 1:
-            expected = [run(tuple(t[row : row + 1] for t in mine)) for row in range(count)]
+        expected: dict[int, Tensors] = {}
+        if least == 1:
+            alone = (tuple(tensor[row : row + 1] for tensor in own) for row in range(len(own[0])))
+            expected = dict(enumerate(map(run, alone)))
         mixed: dict[str, str] = {}
-        for number, (how, factors, is_small) in enumerate(draws):
-            size = min(largest, small) if is_small else largest
-            places = _places(size, max(1, min(count, size // 2)), number)
-            if is_small:
-                others = tuple(own[torch.arange(size) % min(count, 2)] for own in mine)
-            else:
-                others = self._strangers(batches(size, number + 1), factors)
-            inputs = tuple(
-                other.index_copy(0, torch.tensor(places), own[: len(places)])
-                for other, own in zip(others, mine, strict=True)
-            )
+        furthest = 0.0
+        for inputs, rows in chain.from_iterable(mixes(own, others, size) for size in sizes):
             try:
                 outputs = run(inputs)
             # A worker runs each request of a batch alone where they fail together.
             except ExportError:
                 continue
-            found = [tuple(out[place : place + 1] for out in outputs) for place in places]
-            expected = expected or found
-            for wanted, got in zip(expected, found, strict=False):
-                for place, spec in enumerate(self.signature.outputs):
-                    differ = compare(wanted[place], got[place], scale=self.scales[place])
+            for place, row in (*rows[:: 1 + len(rows) // 16], rows[-1]):
+                found = tuple(out[place : place + 1] for out in outputs)
+                wanted = expected.setdefault(row, found)
+                for at, spec in enumerate(self.signature.outputs):
+                    differ = compare(wanted[at], found[at], scale=self.scales[at])
                     apart = float(differ["scaled"])
-                    if apart <= tolerance or apart <= self._allowed(place, tolerance):
+                    if apart <= tolerance or apart <= self._allowed(at, tolerance):
+                        furthest = max(furthest, apart)
                         continue
                     amount = f"by {apart:.1e}" if apart < math.inf else "its shape or becomes NaN"
                     mixed.setdefault(
                         spec.name,
-                        f'a row of output "{spec.name}" changes {amount} in a batch of {size}, '
-                        f"{how}{why}",
+                        f'a row of output "{spec.name}" changes {amount} in a batch of '
+                        f"{len(inputs[0])}, beside others{why}",
                     )
             if mixed:
-                return mixed
-        return mixed
+                break
+        return mixed, furthest
 
     def _allowed(self, place: int, tolerance: float) -> float:
         """Return what an output of the checkpoint's may move that no two libraries agree on."""
         return allowance(Rule(tolerance), "random", self.sensitivity()[place]) or 0.0
-
-    def _strangers(self, rows: Tensors, factors: Sequence[float]) -> Tensors:
-        """Return rows whose floats are as many times as large, one factor after the other."""
-        return tuple(
-            tensor * _along(torch.tensor(factors).repeat(len(tensor))[: len(tensor)], tensor)
-            if spec.is_float and spec.values is None
-            else tensor
-            for spec, tensor in zip(self.signature.inputs, rows, strict=True)
-        )
 
 
 def _shapes_apart(signature: Signature, batch: Dim) -> dict[str, str]:
@@ -204,16 +206,3 @@ def _shapes_apart(signature: Signature, batch: Dim) -> dict[str, str]:
         elif batch in spec.shape[1:]:
             reasons[spec.name] = f'output "{spec.name}" has rows as long as the batch'
     return reasons
-
-
-def _places(size: int, count: int, number: int) -> list[int]:
-    """Return where rows go in a batch: spread from its first to its last place, or anywhere."""
-    if number == 0:
-        return torch.linspace(0, size - 1, count).long().tolist() if count > 1 else [size - 1]
-    generator = torch.Generator().manual_seed(number)
-    return torch.randperm(size, generator=generator)[:count].tolist()
-
-
-def _along(factors: Tensor, tensor: Tensor) -> Tensor:
-    """Return a factor for each row, in the dtype and rank of a tensor."""
-    return factors.to(tensor.dtype).reshape(-1, *[1] * (tensor.ndim - 1))

@@ -154,6 +154,21 @@ def _takes(spec: TensorSpec) -> Callable[[Tensor], bool]:
     return takes
 
 
+def set_precision(device: torch.device, tf32: bool = False) -> contextlib.ExitStack:
+    """Have CUDA compute in float32 from now on, or rounded to TensorFloat-32, which is 1e-3 apart.
+
+    The one rule of exports, `verify`, workers and benchmarks, whatever torch's defaults are. It
+    holds for the process, or for a `with` block. On a CPU nothing is changed.
+    """
+    restored = contextlib.ExitStack()
+    libraries: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
+    for library in libraries:
+        if device.type == "cuda":
+            restored.callback(setattr, library, "allow_tf32", library.allow_tf32)
+            library.allow_tf32 = tf32
+    return restored
+
+
 def open_artifact(
     path: Path,
     format: str,
@@ -161,6 +176,7 @@ def open_artifact(
     share: bool | Examples = False,
     on_tensorrt: bool = False,
     trusted: Collection[str] = (),
+    tf32: bool = False,
 ) -> Artifact:
     """Load an artifact so that a worker can call it.
 
@@ -173,6 +189,7 @@ def open_artifact(
             may be written. Instead of True, what returns inputs to try shared weights with where
             that needs proof; else they are made up.
         on_tensorrt: let ONNX Runtime's TensorRT provider run it, on a CUDA device.
+        tf32: what the artifact was proven with, as `set_precision` takes it.
 
     Raises:
         LoadError: unknown format, no such device, or a file that is not what `format` says.
@@ -194,7 +211,11 @@ def open_artifact(
         raise LoadError(
             f"onnx.tensorrt in model-config.yaml: {path.name} holds {format}; expected onnx"
         )
-    load = partial(open_onnx, on_tensorrt=True) if on_tensorrt else FORMATS[format]
+    load = FORMATS[format]
+    set_precision(place, tf32)
+    if format == "onnx":
+        load = partial(open_onnx, on_tensorrt=on_tensorrt, tf32=tf32)
+        _check_provider(path, place)
     if trusted and format == "pt2":
         load = partial(open_pt2, trusted=trusted)
     try:
@@ -299,10 +320,10 @@ def open_onnx(
     device: torch.device,
     share: bool | Examples = False,
     on_tensorrt: bool = False,
-    is_optimized: bool = True,
+    tf32: bool = False,
 ) -> Artifact:
     """Load an ONNX model into onnxruntime; tensors pass through numpy without a copy on the CPU."""
-    session = open_session(path, device, share, on_tensorrt, is_optimized)
+    session = open_session(path, device, share, on_tensorrt, tf32=tf32)
     inputs = [_onnx_input(node.name, node.type, node.shape) for node in session.get_inputs()]
     input_names = [spec.name for spec in inputs]
     output_names = [node.name for node in session.get_outputs()]
@@ -326,6 +347,7 @@ def open_session(
     share: bool | Examples = False,
     on_tensorrt: bool = False,
     is_optimized: bool = True,
+    tf32: bool = False,
 ) -> Any:
     """Return onnxruntime's session of an ONNX model, which computes on `device` if it can.
 
@@ -334,6 +356,7 @@ def open_session(
             and tried, of which onnxruntime maps the weights.
         on_tensorrt: as `open_artifact`'s.
         is_optimized: False runs the operators of the file as they stand.
+        tf32: as `open_artifact`'s.
 
     Raises:
         UnsafeProgram: it names other files, or is not what it says.
@@ -352,7 +375,7 @@ def open_session(
         return onnxruntime.InferenceSession(os.fspath(file), options, providers=providers)
 
     available = onnxruntime.get_available_providers()
-    providers = _onnx_providers(available, device)
+    providers = _onnx_providers(available, device, tf32)
     if on_tensorrt:
         providers = [_tensorrt_provider(available, device), *providers]
 
@@ -468,6 +491,7 @@ _AOTI_MODEL = "model"
 _AOTI_WEIGHTS = "weights.pt"
 
 _ONNX_CPU: list[Any] = ["CPUExecutionProvider"]
+_CUDA = "CUDAExecutionProvider"
 
 _ALIKE = ("float16", "int64", "int32", "int16", "int8", "uint8", "bool")
 _ONNX_DTYPES = {
@@ -585,17 +609,25 @@ def _session_options(onnxruntime: Any) -> Any:
     return options
 
 
-def _onnx_providers(available: Sequence[str], device: torch.device) -> list[Any]:
+def _check_provider(path: Path, device: torch.device) -> None:
+    """Refuse a CUDA device that onnxruntime would leave unused: the CPU is to be asked for."""
+    import onnxruntime
+
+    if device.type == "cuda" and _CUDA not in onnxruntime.get_available_providers():
+        raise LoadError(
+            f"{path.name} would run on the CPU, and {device} was asked for: this onnxruntime has "
+            "no CUDA support; install onnxruntime-gpu in its place, name a pt2 artifact of the "
+            "archive as `artifact` in model-config.yaml, or say deviceType: cpu there"
+        )
+
+
+def _onnx_providers(available: Sequence[str], device: torch.device, tf32: bool) -> list[Any]:
     if device.type == "cpu":
         return _ONNX_CPU
-    if "CUDAExecutionProvider" not in available:
-        # The CPU gives the same answers; a model that must not run there is exported as pt2.
-        _log.warning(
-            "this onnxruntime has no CUDA support, so ONNX artifacts run on the CPU; "
-            "install onnxruntime-gpu, or serve the pt2 artifact"
-        )
+    if _CUDA not in available:  # for the dialect of TorchServe, which falls back as it did
+        _log.warning("this onnxruntime has no CUDA support, so the model runs on the CPU")
         return _ONNX_CPU
-    return [("CUDAExecutionProvider", {"device_id": device.index}), "CPUExecutionProvider"]
+    return [(_CUDA, {"device_id": device.index, "use_tf32": int(tf32)}), *_ONNX_CPU]
 
 
 def _tensorrt_provider(available: Sequence[str], device: torch.device) -> tuple[str, Any]:

@@ -196,6 +196,11 @@ def open_packed(
         explainer = artifact if artifact.is_differentiable else None
     else:
         twin_report = _read_report(folder, explain.get("report"))
+        if twin_report and report and twin_report.tf32 != report.tf32:
+            raise LoadError(
+                f"{file} and {explain['artifact']} are proven one with TF32 and one without, and "
+                "a process has one rule; export both with --tf32, or both without"
+            )
         open_twin = partial(_open, folder, explain["artifact"], twin_report, device)
         artifact, explainer = _open_both(open_first, open_twin, device)
         if report and report.parity and twin_report and twin_report.parity:
@@ -258,9 +263,14 @@ def _open(
         raise LoadError(f"the manifest names {file}, which the archive does not hold")
     format = report.format if report else detect_format(path)
     share = partial(_examples, report) if report else True
-    trusted = report.trusted_operators if report else ()
     return open_artifact(
-        path, format, device, share=share, on_tensorrt=on_tensorrt, trusted=trusted
+        path,
+        format,
+        device,
+        share=share,
+        on_tensorrt=on_tensorrt,
+        trusted=report.trusted_operators if report else (),
+        tf32=report is not None and report.tf32,
     )
 
 

@@ -22,7 +22,6 @@ whoever compares later reads them there.
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -437,15 +436,8 @@ def summary(
 
 
 def run(artifact: Artifact, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Return an artifact's outputs on the CPU, computed in full precision."""
-    with full_precision(artifact.device), torch.no_grad():
+    """Return an artifact's outputs on the CPU."""
+    with torch.no_grad():
         output = artifact(*(value.to(artifact.device) for value in inputs))
     outputs = (output,) if isinstance(output, Tensor) else output
     return [value.detach().cpu() for value in outputs]
-
-
-def full_precision(device: torch.device) -> AbstractContextManager[None]:
-    """Keep CUDA convolutions from rounding float32 to TensorFloat-32, 1e-3 apart, meanwhile."""
-    if device.type != "cuda":
-        return nullcontext()
-    return torch.backends.cudnn.flags(enabled=True, allow_tf32=False)

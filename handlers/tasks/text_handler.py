@@ -18,6 +18,7 @@ from modelyard.handlers.explain.attribute.attribution import Tensors
 from modelyard.handlers.explain.draw import bars, page, tokens
 from modelyard.handlers.explain.explanation import Explanation, as_lists
 from modelyard.handlers.explain.request.options import Region
+from modelyard.handlers.models.invariant import Invariant
 from modelyard.handlers.models.rows import read_section
 from modelyard.handlers.proof.mutation import Mutation
 from modelyard.handlers.tasks.lists import Lists
@@ -60,6 +61,8 @@ class TextHandler(Lists, Classifier):
         """`handler.text`."""
         self.tokenizer: Any = None
         self.pad_id = 0
+        self.fewest = 0
+        """Tokens of a row at least: all, where a row is not to depend on what is beside it."""
         self.kept: Tensor = torch.empty(0, dtype=torch.int64)
         """Ids of special tokens, which a baseline keeps."""
         self.roles: tuple[str, ...] = ()
@@ -93,6 +96,11 @@ class TextHandler(Lists, Classifier):
         self.tokenizer.enable_truncation(self._max_length(section))
         self.pad_id = self._find_pad(section.get("pad"))
         self.kept = torch.tensor(_special_ids(self.tokenizer), dtype=torch.int64)
+        if isinstance(self.model, Invariant):
+            shape = self.inputs[self.embedded].shape
+            length = shape[1] if len(shape) == 2 else None
+            self.fewest = self.tokenizer.truncation["max_length"]
+            self.model.learn({length.name: self.fewest} if isinstance(length, Dim) else {})
 
     def mutations(self) -> Iterator[Mutation]:
         """Yield a shorter text and another case."""
@@ -136,7 +144,7 @@ class TextHandler(Lists, Classifier):
     def fill(self) -> Inputs:
         """Turn the encodings of the batch into ids (N, L), as `preprocess`."""
         low, high = self._lengths()
-        longest = max([low, *map(len, self.encodings)])
+        longest = max([low, self.fewest, *map(len, self.encodings)])
         if "mask" not in self.roles and low != high:
             longest = low
         rows = [[self._row(role, each, longest) for role in self.roles] for each in self.encodings]

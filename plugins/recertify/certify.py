@@ -217,6 +217,23 @@ def certify(archive: Archive, folder: Path, environments: Sequence[Environment])
         expected.discard()
 
 
+def read_subject(archive: Archive, folder: Path, format: str) -> Subject:
+    """Return an archive's artifact of a format, unpacked below an empty folder.
+
+    Raises:
+        ArchiveError: it holds none with a proof, or nothing to compare it on.
+        HandlerError: the file is not what it says.
+    """
+    unpacked = folder / UNPACKED
+    archive.unpack(unpacked)
+    for name, report in _reports(archive):
+        if report.format == format:
+            return _subject(unpacked / name, report, _golden(archive, unpacked))
+    raise ArchiveError(
+        f"{archive.path.name} holds no {format} with a report; export it with --format {format}"
+    )
+
+
 def _reports(archive: Archive) -> Iterator[tuple[str, Report]]:
     """Yield the artifacts that the archive holds a proof of, with their reports.
 
@@ -349,7 +366,7 @@ def _compare(
         row,
         verdict=DIFFERS if apart else SAME if same else WITHIN,
         here=f"{HERE[report.format].name} {expected.told[HERE[report.format].name]}",
-        there=found.told.get(runtime.name, ""),
+        there=found.told.get(runtime.name.partition(":")[0], ""),
         cases=len(subject.probes),
         golden=len(subject.golden),
         share=measured[worst][0],
@@ -415,13 +432,14 @@ def _first(
     layers |= json.loads(outcomes[0].told.get("values", "{}"))
     for name, value in one.items():
         found = other.get(name)
-        if found is None or found.shape != value.shape:
+        if found is None:
             continue
         apart = compare(value, found)["scaled"]
         if apart > first_tolerance(value.dtype):
             operator, layer = layers.get(name, ("", ""))
             of = ", ".join(filter(None, (operator, layer)))
-            return f'"{name}" ({of}), {type_name(value)}, by {apart:.1e} at {subject.probes[place]}'
+            by = f"by {apart:.1e}" if found.shape == value.shape else f"there {type_name(found)}"
+            return f'"{name}" ({of}), {type_name(value)}, {by} at {subject.probes[place]}'
     return "no value inside differs, as soon as each of them is looked at"
 
 

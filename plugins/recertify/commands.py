@@ -7,3 +7,8 @@ RECERTIFY = Command(
     "recertify_app",
     "Say which archives would answer otherwise on other versions.",
 )
+WEB_PAGE = Command(
+    "modelyard.plugins.recertify.web_page_cli",
+    "web_page_app",
+    "Write a page that verifies a model in the browser, and predicts there.",
+)

@@ -90,15 +90,26 @@ def plan(given: Sequence[str], python: Path | None = None) -> list[Environment]:
             raise WrongUsage(f"--with {text}: expected one exact version, as NAME==VERSION")
         versions.setdefault(canonicalize_name(requirement.name), []).append(text)
     sets = [tuple(filter(None, each)) for each in zip_longest(*versions.values())]
-    return [_planned(each, python or HERE_PYTHON) for each in sets]
+    found = []
+    for each in sets:
+        named = [canonicalize_name(Requirement(text).name) for text in each]
+        runtimes = tuple(runtime for runtime in RUNTIMES.values() if runtime.package in named)
+        if not runtimes:
+            known = ", ".join(runtime.package for runtime in RUNTIMES.values())
+            raise WrongUsage(f"--with {' '.join(each)} names nothing that runs artifacts: {known}")
+        found.append(planned(each, python or HERE_PYTHON, runtimes))
+    return found
 
 
-def _planned(given: tuple[str, ...], python: Path) -> Environment:
+def planned(given: tuple[str, ...], python: Path, runtimes: tuple[Runtime, ...]) -> Environment:
+    """Return an environment in its place, with these packages and what else the runtimes need.
+
+    Args:
+        given: `NAME==VERSION` each.
+        python: interpreter that it is made with.
+        runtimes: what is looked at there.
+    """
     named = [canonicalize_name(Requirement(text).name) for text in given]
-    runtimes = tuple(each for each in RUNTIMES.values() if each.package in named)
-    if not runtimes:
-        known = ", ".join(each.package for each in RUNTIMES.values())
-        raise WrongUsage(f"--with {' '.join(given)} names nothing that runs artifacts: {known}")
     further = [each for runtime in runtimes for each in runtime.requirements]
     requirements = (*given, *sorted(set(further) - set(named)))
     done = subprocess.run([python, "-VV"], capture_output=True, text=True, check=False)

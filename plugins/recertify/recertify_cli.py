@@ -38,6 +38,14 @@ def recertify(
         list[Path] | None,
         typer.Option("--in", metavar="PYTHON", help="An interpreter that has its packages."),
     ] = None,
+    runtime: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME[==VERSION]",
+            help="Another runtime: onnxruntime-web, openvino, executorch, …; an unknown name lists "
+            "all.",
+        ),
+    ] = None,
     python: Annotated[
         Path | None, typer.Option(help="Interpreter that environments are made with.")
     ] = None,
@@ -72,7 +80,7 @@ def recertify(
     # Here, for `--help` does not wait for what it does not use.
     from modelyard.archiver.read import open_archive
     from modelyard.archiver.signing import read_signing_key, read_trusted_keys
-    from modelyard.plugins.recertify import environments, lines
+    from modelyard.plugins.recertify import environments, lines, others
     from modelyard.plugins.recertify.certify import recertify as run
     from modelyard.plugins.recertify.page import format_page
 
@@ -80,8 +88,9 @@ def recertify(
         paths = list(_archives(archives))
         planned = environments.plan(with_ or [], python)
         planned += [environments.existing(each) for each in in_ or []]
+        planned += [others.plan(each, python) for each in runtime or []]
         if not planned:
-            raise WrongUsage("give --with NAME==VERSION, or --in PYTHON")
+            raise WrongUsage("give --with NAME==VERSION, --in PYTHON or --runtime NAME")
         key = read_signing_key(sign) if write else None
         trust = read_trusted_keys(public_key) if public_key else None
         for path in paths if write else ():

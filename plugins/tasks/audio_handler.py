@@ -65,6 +65,7 @@ class AudioHandler(BaseHandler):
     """
 
     default_aggregate: ClassVar[str] = "sum"
+    fills_rows: ClassVar[bool] = True
     section_keys: ClassVar[tuple[str, ...]] = ("rate", "normalize", "seconds")
     """Keys of `handler.audio`."""
 

@@ -18,6 +18,7 @@ from modelyard.serve.dataplane.clock import Clock
 from modelyard.serve.dataplane.metrics import VersionMetrics
 from modelyard.serve.dataplane.poison import Poison
 from modelyard.serve.dataplane.process import Backoff
+from modelyard.serve.dataplane.wire import Item
 from modelyard.serve.dataplane.worker import Worker, WorkerPlan, WorkerPolicy
 
 logger = logging.getLogger(__name__)
@@ -90,6 +91,9 @@ class Pool:
         self.on_answer: tuple[Callable[[Sequence[tuple[Call, Reply]]], None], ...] = ()
         """Called with the jobs of each batch that a worker answered, and their replies, in order,
         when these have been given out."""
+        self.on_batch: Callable[[Worker, Sequence[tuple[Call, Item]]], None] | None = None
+        """Called with each batch that a worker has run, its jobs and their replies in the worker's
+        order: those too whose clients have left, or have had an error meanwhile."""
         self.heir: Callable[[Call], bool] | None = None
         """Called with a job whose worker has died, in place of trying it once more; returns whether
         somebody else answers it."""

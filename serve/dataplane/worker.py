@@ -195,12 +195,15 @@ class Worker(asyncio.BufferedProtocol):
     def __init__(self, pool: "Pool", number: int, id: int) -> None:
         self.started_at = datetime.now(UTC)
         self._pool = pool
-        self._plan = pool.plan
+        self.plan = pool.plan
+        """What it is started with."""
         self._loop = asyncio.get_running_loop()
         self._share = Share(pool.budget, self._pause, self._go_on)
         self._decoder = decoder_of_answers(pool.plan.max_answer_bytes, self._share.take)
         self._partial = (PREDICT, 0)
         """Kind and number of the replies of a batch whose others come in the next frame."""
+        self._ran: list[tuple[Call, wire.Item]] = []
+        """The same for `on_batch`."""
         self._transport: asyncio.Transport | None = None
         self._process: ChildProcess | None = None
         """What the server knows of it: the reaper of the process that runs the handler."""
@@ -245,7 +248,7 @@ class Worker(asyncio.BufferedProtocol):
         Raises:
             LoadFailed: with the worker's own error.
         """
-        plan, timeout_s = self._plan, self._plan.run.startup_timeout_s
+        plan, timeout_s = self.plan, self.plan.run.startup_timeout_s
         try:
             ours = await self._spawn()
         except OSError as error:
@@ -268,7 +271,7 @@ class Worker(asyncio.BufferedProtocol):
 
     async def _spawn(self) -> socket.socket:
         """Start the process, and return our end of its socket."""
-        plan = self._plan
+        plan = self.plan
         log = plan.log_dir / f"{plan.log_stem}-{self.number}.log"
         ours, theirs = socket.socketpair()
         for end in (ours, theirs):
@@ -329,7 +332,7 @@ class Worker(asyncio.BufferedProtocol):
             kind = errors.LoadKilled if self._was_killed else errors.LoadFailed
             self.loaded.set_exception(
                 kind(
-                    f"{self._plan.label}: the worker {self._process.how_it_ended} "
+                    f"{self.plan.label}: the worker {self._process.how_it_ended} "
                     f"before it was ready; the log ends: {self._log_tail}"
                 )
             )
@@ -364,7 +367,7 @@ class Worker(asyncio.BufferedProtocol):
                 else:
                     self._replies(frame)
         except wire.WireError as error:
-            logger.error("%s worker %d: %s; ending it", self._plan.label, self.number, error)
+            logger.error("%s worker %d: %s; ending it", self.plan.label, self.number, error)
             self.condemn()
             assert self._transport is not None
             self._transport.abort()  # nothing that follows means anything
@@ -418,7 +421,7 @@ class Worker(asyncio.BufferedProtocol):
             self.is_ready = True
             self.loaded.set_result(message)
         elif item.code == wire.FAILED:
-            text = f"{self._plan.label}: {message.get('message', 'no reason given')}"
+            text = f"{self.plan.label}: {message.get('message', 'no reason given')}"
             kinds = {"out_of_memory": errors.OutOfMemory, "golden": errors.GoldenFailed}
             failed = next((kinds[key] for key in kinds if message.get(key)), errors.HandlerFailed)
             self.loaded.set_exception(failed(text))
@@ -458,6 +461,8 @@ class Worker(asyncio.BufferedProtocol):
                         size = sum(each.id > 0 for each in frame) + self._partial[1]
                         batch = Batch(self.pid, size)
                     job.trace.ran(batch, now, queue_us, handler_us)
+                if self._pool.on_batch is not None:
+                    self._ran.append((job, item))
             if job.stream is not None:
                 if flags & wire.BROKEN:
                     job.fail(errors.StreamBroken(body.decode("utf-8", "replace")))
@@ -472,6 +477,9 @@ class Worker(asyncio.BufferedProtocol):
         if answered:
             for tell in self._pool.on_answer:
                 tell(answered)
+        if self._ran and self._pool.on_batch is not None and not frame[0].flags & wire.PARTIAL:
+            ran, self._ran = self._ran, []
+            self._pool.on_batch(self, ran)
         if self._partial[1]:
             kind, count = self._partial[0], self._partial[1] + count
         self._partial = (kind, count) if frame[0].flags & wire.PARTIAL else (PREDICT, 0)
@@ -485,7 +493,7 @@ class Worker(asyncio.BufferedProtocol):
             self._pool.worked_s += read_at - self.began_at
             self.began_at = read_at
             # It takes what has arrived, up to a batch.
-            self.running = min(self._plan.run.batch_size, sum(self.held))
+            self.running = min(self.plan.run.batch_size, sum(self.held))
         self.busy_since = read_at
         if not self.flight:
             self.is_alone = self.is_reserved = False
@@ -537,7 +545,7 @@ class Worker(asyncio.BufferedProtocol):
         return (
             bool(self._aside)
             and not self.flight
-            and worked - max(self._aside_since, self.busy_since) > self._plan.run.response_timeout_s
+            and worked - max(self._aside_since, self.busy_since) > self.plan.run.response_timeout_s
         )
 
     def _give_way(self) -> None:
@@ -602,11 +610,11 @@ class Worker(asyncio.BufferedProtocol):
         together.
         """
         if kind == EXPLAIN:
-            most, job_s = self._plan.run.batch_size, self._pool.job_s(kind)
+            most, job_s = self.plan.run.batch_size, self._pool.job_s(kind)
             if job_s:
                 most = min(most, max(1, int(EXPLAINED_S / job_s)))
             return most - self.held[kind]
-        most = 2 * self._plan.run.batch_size
+        most = 2 * self.plan.run.batch_size
         job_s = self._pool.own_job_s
         if job_s and monotonic() - self._replied_at < AHEAD_S:
             most = max(most, min(int(AHEAD_S / job_s), MOST_AHEAD))

@@ -114,7 +114,8 @@ def _load(connection: socket.socket, reader: loop.Reader, message: dict[str, Any
     if message.get("nvtx"):
         mark_ranges(service.device)
     check_golden(service, message["golden"])
-    ready = {"protocol": wire.PROTOCOL, "pid": os.getpid(), "device": service.device}
+    ready = {"protocol": wire.PROTOCOL, "pid": os.getpid(), "device": service.device,
+             "steps": service.steps is not None}  # fmt: skip
     connection.sendall(wire.encode_control(wire.READY, ready))
     return replace(service, replay=partial(replay_golden, service, message["golden"]))
 

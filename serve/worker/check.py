@@ -13,7 +13,9 @@ The archiver has it run, for a dry run before an archive is written and to verif
                   "reference": path of the requests whose reasons are averaged, or null,
                   "explained": {"requests": [{"file": …, "content_type": …}, …], "budget_s": …}
                                of the requests whose explanations are measured, or null,
-                  "doubts": whether to end where nothing says what the model's numbers are}
+                  "doubts": whether to end where nothing says what the model's numbers are,
+                  "threads": how many, or null,
+                  "batches": what workers had before, to be answered again}
     result.json  {"device": …, "lacking": [name of a wall that does not stand, …],
                   "golden": [{"answer": …, "difference": text or null,
                               "seen": what is added to what is expected, or
@@ -22,11 +24,13 @@ The archiver has it run, for a dry run before an archive is written and to verif
                   "coverage": {change of the pipeline: what an example that notices it must have,
                                "" where one does}, where it was recorded,
                   "reference": the content of `archiver.reference`'s file, where there is a path,
-                  "explained": the content of `archiver.explanations`' file, or why there is none}
+                  "explained": the content of `archiver.explanations`' file, or why there is none,
+                  "batches": [[{"status": …, "body": in Base64}, …], …]}
                  or {"error": why the archive does not load}
 """
 
 import json
+from base64 import b64decode, b64encode
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -39,8 +43,10 @@ from modelyard.archiver.ranges import ranges_of
 from modelyard.archiver.reference import format_reference, make_reference, read_requests
 from modelyard.base.answers import differences, pair_up
 from modelyard.handlers.errors import HandlerError, LoadError
+from modelyard.serve.dataplane import wire
 from modelyard.serve.worker import load
 from modelyard.serve.worker.golden import answer_golden, compare_golden, value_of, watched
+from modelyard.serve.worker.loop import answer_batch
 
 DEFAULT_BATCH_SIZE = 8
 _DRAWS = 4
@@ -58,7 +64,7 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
     Raises:
         Exception: whatever loading raises.
     """
-    message = {**task["load"], "worker": 1, "batch_size": _batch_size(task)}
+    message = {"batch_size": _batch_size(task), **task["load"], "worker": 1}
     service = load.load_service(message)
     seen: list[Any] = []
     golden = [
@@ -72,6 +78,7 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
         "lacking": task["lacking"],
         "golden": golden,
         "parity": None,
+        "batches": [_answer_again(service, batch) for batch in task["batches"]],
     }
     if task["record"] and golden and all("seen" in each for each in golden):
         result["coverage"] = _cover(service, task["golden"][:MOST_TRIED], golden)
@@ -86,6 +93,15 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
 
         result["parity"] = compare(Path(message["folder"]), task["parity"], service.device)
     return result
+
+
+def _answer_again(service: load.Service, batch: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    items = []
+    for number, each in enumerate(batch, 1):
+        head, body = b64decode(each["head"]), bytearray(b64decode(each["body"]))
+        items.append(wire.Item(number, each["rows"], each["flags"], head, body))
+    answers = answer_batch(service, items)
+    return [{"status": a.status, "body": b64encode(a.body).decode()} for a in answers]
 
 
 def _explain_reference(service: load.Service, place: Path) -> str:

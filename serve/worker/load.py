@@ -16,6 +16,7 @@ import yaml
 
 from modelyard.archiver.alternatives import KEY, choose_artifact
 from modelyard.archiver.errors import ArchiveError
+from modelyard.archiver.model_config import BATCH_INVARIANT
 from modelyard.base.plugins import registered
 from modelyard.handlers import BUILT_IN, Context
 from modelyard.handlers.entry_point import Entry, FoundHandler, find_handler
@@ -114,8 +115,14 @@ def load_service(message: dict[str, Any]) -> Service:
         _check_settings(handler.target, f"; {error}")
         raise
     _check_settings(handler.target)
-    predict, explain = handler.handle, _explain_entry(handler, sealed)
     steps = handler.target if isinstance(handler.target, Steps) else None
+    keeps_bits = not steps and hasattr(getattr(handler.target, "model", None), "sizes")
+    if config.get(BATCH_INVARIANT) and not keeps_bits:
+        raise LoadError(
+            f"{BATCH_INVARIANT} in model-config.yaml: only handlers whose requests go through an "
+            "artifact together promise that; leave it out"
+        )
+    predict, explain = handler.handle, _explain_entry(handler, sealed)
     enveloped = golden = None
     if name := message.get("envelope"):
         envelope = dialect.envelope(name)

@@ -28,7 +28,11 @@ def compare(folder: Path, pair: dict[str, str], device: str) -> dict[str, Any]:
         ]
         artifact, twin = (
             open_artifact(
-                folder / pair[name], report.format, device, trusted=report.trusted_operators
+                folder / pair[name],
+                report.format,
+                device,
+                trusted=report.trusted_operators,
+                tf32=reports[0].tf32,
             )
             for name, report in zip(("artifact", "twin"), reports, strict=True)
         )

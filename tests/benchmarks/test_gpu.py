@@ -46,3 +46,21 @@ def test_the_table_has_a_row_for_each_batch() -> None:
         "    1         200           -",
         "    8       1,234    3 failed",
     ]
+
+
+@pytest.mark.nightly
+def test_the_script_for_a_device_runs_on_the_cpu_and_writes_nothing() -> None:
+    page = (ROOT / "docs" / "seen-on.md").read_text()
+    done = subprocess.run([ROOT / "scripts" / "gpu", "--dry-run"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "passed" in done.stdout
+    assert "no device, " in done.stdout
+    assert (ROOT / "docs" / "seen-on.md").read_text() == page
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
+def test_nothing_is_recorded_without_a_device() -> None:
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "--record", "tests/serve/test_gpu.py"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 4
+    assert "torch sees none here" in done.stderr

@@ -14,6 +14,7 @@ from torch import nn
 from modelyard.archiver.signature import parse_inputs
 from modelyard.exporter import ConversionError, ExportError, ModelError, export
 from modelyard.exporter.formats import to_exported_program
+from modelyard.exporter.formats.diagnose import draft_change
 from modelyard.exporter.prove.reference import observe
 
 Author = Callable[[str], tuple[Path, str]]
@@ -119,7 +120,7 @@ def _refused(author: Author, source: str, format: str, *inputs: str) -> str:
             "pt2",
             'net.py:7 "if x.sum() > 0:"',
             "branches on a tensor's values",
-            "use torch.where or torch.cond, or export --format torchscript",
+            'write "return torch.where(x.sum() > 0, x, -x)" in its place, or export --format torch',
             id="branch",
         ),
         pytest.param(
@@ -199,8 +200,44 @@ def test_the_line_of_a_library_is_named_behind_the_authors_own(tmp_path: Path) -
 
     reference = observe(Net(), parse_inputs(["x:float32[batch,3]"]), (), torch.device("cpu"))
     place = r'at net\.py:2 "return solve\(x\)", in solver\.py:2 "return x if x\.sum'
-    with pytest.raises(ConversionError, match=place):
+    with pytest.raises(ConversionError, match=place) as caught:
         to_exported_program.capture(reference.model, reference.signature, reference.example)
+    assert "use torch.where or torch.cond" in str(caught.value)  # no draft of another's line
+
+
+@pytest.mark.parametrize(
+    ("lines", "line", "change"),
+    [
+        pytest.param(
+            ["if a > 0:", "    return b", "return c"], 1, "return torch.where(a > 0, b, c)", id="if"
+        ),
+        pytest.param(
+            ["if not a:", "    x = b", "else:", "    x = c"],
+            1,
+            "x = torch.where(a, c, b)",
+            id="else",
+        ),
+        pytest.param(["if a:", "    x = b"], 1, "x = torch.where(a, b, x)", id="one side"),
+        pytest.param(["y = b if a else c"], 1, "y = torch.where(a, b, c)", id="ternary"),
+        pytest.param(["y = x * float(a.sum())"], 1, "y = x * a.sum()", id="float"),
+        pytest.param(
+            ["with b:", "    y = x[", "        a.item()", "    ]"], 3, "y = x[a]", id="item"
+        ),
+        pytest.param(["if a is None:", "    x = b"], 1, "", id="not of a tensor"),
+        pytest.param(["if a and b:", "    x = b"], 1, "", id="two questions"),
+        pytest.param(["if a:", "    x = b", "    y = c"], 1, "", id="two statements"),
+        pytest.param(["while a > 0:", "    a = a - 1"], 1, "", id="loop"),
+        pytest.param(["if a:", "    raise ValueError"], 1, "", id="a check"),
+        pytest.param(["if a"], 1, "", id="not Python"),
+    ],
+)
+def test_a_change_is_drafted_where_it_is_mechanical(
+    lines: list[str], line: int, change: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "net.py"
+    text = "".join(f"    {each}\n" for each in lines)
+    file.write_text(f"def forward(a, b, c, x):\n{text}", encoding="utf-8")
+    assert draft_change(str(file), line + 1) == change
 
 
 @pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")

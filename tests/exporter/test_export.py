@@ -146,6 +146,11 @@ def test_both_dynamic_dims_vary_in_every_artifact(
 def test_the_report_holds_signature_parity_and_origin(tokens: Path) -> None:
     artifact = tokens / "out" / "net.onnx"
     report = json.loads((tokens / "out" / "net.onnx.report.json").read_text(encoding="utf-8"))
+    promised = report["signature"]["batching"].pop("invariant")
+    assert set(promised) == {"sizes", "apart"}
+    assert promised["sizes"]
+    assert set(promised["sizes"]) <= {1, 2, 3}
+    assert 0 <= promised["apart"] < 1e-4
     assert report["signature"] == {
         "inputs": [
             {

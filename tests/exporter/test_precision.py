@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from modelyard.archiver.signature import parse_inputs
 from modelyard.base.plugins import registered
-from modelyard.exporter import ParityError, UsageError, export
+from modelyard.exporter import ConversionError, ParityError, UsageError, export
 from modelyard.exporter.inputs.samples import Sample
 from modelyard.exporter.prove.calibration import doubts
 from modelyard.exporter.prove.loss import MAX_LOSS, LossLearner
@@ -131,6 +131,7 @@ def test_a_model_that_eight_bits_do_not_hold_is_refused(
             {"quantize": "int8-dynamic", "dtype": "fp16"}, "leave --dtype fp16 out", id="both"
         ),
         pytest.param({"quantize": "int8-static"}, "give --sample FILE", id="no samples"),
+        pytest.param({"exact_labels": True}, "give --quantize int8-static", id="not quantised"),
         pytest.param({"max_loss": 1.0}, "--max-loss 1.0 is not a share", id="all"),
         pytest.param(
             {"quantize": "int8-static", "generate": True},
@@ -415,3 +416,98 @@ class Net(nn.Module):
     def forward(self, x):
         return self.layers(x)
 """
+
+
+@pytest.mark.parametrize(
+    ("max_loss", "quantize"),
+    [
+        pytest.param(0.05, "int8-dynamic", id="within"),
+        pytest.param(0.0, None, id="never", marks=pytest.mark.nightly),
+    ],
+)
+def test_the_smallest_within_the_loss_is_chosen_and_float32_else(
+    max_loss: float, quantize: str | None, author: Author, tmp_path: Path
+) -> None:
+    checkpoint, model = author(WIDE)
+    # More rows than a batch has, and too few to calibrate with.
+    torch.save({"x": torch.randn(20, 16)}, tmp_path / "rows.pt")
+    lines: list[str] = []
+    (report,) = export(
+        checkpoint,
+        model,
+        ["x:float32[batch,16]"],
+        output_dir=tmp_path / "out",
+        quantize="auto",
+        max_loss=max_loss,
+        samples=[tmp_path / "rows.pt"],
+        quick=True,
+        tell=lines.append,
+    )
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "net.onnx",
+        "net.onnx.report.json",
+    ]
+    stated = _report(tmp_path / "out", "net.onnx")
+    assert stated["details"].get("quantize") == quantize
+    assert f"--quantize {quantize}" in stated["command"] or quantize is None
+    assert report.artifact.stat().st_size == stated["artifact_bytes"]
+    table = [line for line in lines if line.startswith(("->", "  "))]
+    heads, full, dynamic, static = table
+    assert heads.split()[:3] == ["size", "batch", "1"]
+    assert (full.split()[0] == "->") is (quantize is None)
+    assert (dynamic.split()[0] == "->") is (quantize is not None)
+    assert dynamic.split()[-1] == "20"
+    assert static.split() == ["int8-static", "refused"]
+    assert len(heads) == len(dynamic)
+    assert any("--sample gives 20 rows; expected 32" in line for line in lines)
+    assert lines[-1].startswith("fp32 stays" if quantize is None else "int8-dynamic is")
+
+
+def test_undecided_rows_run_again_in_float32(author: Author, tmp_path: Path) -> None:
+    checkpoint, model = author(WIDE)
+    rows = _normal(1536, 16)
+    torch.save({"x": rows[:512]}, tmp_path / "rows.pt")
+    labels: dict[bool, Tensor] = {}
+    for is_exact in (False, True):
+        (report,) = export(
+            checkpoint,
+            model,
+            ["x:float32[batch,16]"],
+            output_dir=tmp_path / "out",
+            quantize="int8-static",
+            samples=[tmp_path / "rows.pt"],
+            exact_labels=is_exact,
+            max_loss=0.1,
+        )
+        artifact = open_artifact(report.artifact, "onnx")
+        answers = [torch.as_tensor(artifact(part)) for part in torch.split(rows[512:], 8)]
+        labels[is_exact] = torch.cat(answers).argmax(1)
+        assert report.signature.batching is not None
+        assert report.signature.batching.batchable
+    net = runpy.run_path(model.rpartition(":")[0])["Net"]()
+    net.load_state_dict(torch.load(checkpoint))
+    right = net(rows[512:]).argmax(1)
+    assert int((labels[False] != right).sum()) > 0
+    assert int((labels[True] != right).sum()) == 0
+    stated = report.details["exact_labels"]
+    assert isinstance(stated, dict)
+    assert stated["output"] == "output"
+    assert 0 < stated["below"] < 1
+
+
+def test_labels_of_what_has_none_cannot_be_exact(author: Author, tmp_path: Path) -> None:
+    checkpoint, model = author(OFFSET)
+    torch.save({"x": torch.randn(8, 16)}, tmp_path / "rows.pt")
+    with pytest.raises(
+        ConversionError, match=r'"output" is output:float32\[batch.*,1\]; expected a'
+    ):
+        export(
+            checkpoint,
+            model,
+            ["x:float32[batch,16]"],
+            output_dir=tmp_path / "out",
+            quantize="int8-dynamic",
+            samples=[tmp_path / "rows.pt"],
+            exact_labels=True,
+            quick=True,
+        )

@@ -1,13 +1,22 @@
 import shutil
 from pathlib import Path
 
+import onnxruntime
 import pytest
 import torch
 from torch import Tensor, nn
 
 from modelyard.archiver.signature import Dim, TensorSpec
 from modelyard.handlers.errors import InputMismatch, LoadError
-from modelyard.handlers.models.backends import FORMATS, detect_format, open_artifact
+from modelyard.handlers.models.backends import (
+    _CUDA,
+    FORMATS,
+    _check_provider,
+    _onnx_providers,
+    detect_format,
+    open_artifact,
+    set_precision,
+)
 
 ARTIFACTS = {"pt2": "digits.pt2", "onnx": "digits.onnx", "torchscript": "digits.pt"}
 
@@ -169,12 +178,47 @@ def test_device_that_is_not_here_is_refused(digits_folder: Path, device: str, me
         open_artifact(digits_folder / "digits.pt2", "pt2", device)
 
 
+def test_onnx_on_a_device_that_onnxruntime_does_not_use_is_refused(digits_folder: Path) -> None:
+    if _CUDA in onnxruntime.get_available_providers():
+        pytest.skip("this onnxruntime has CUDA support")
+    file = digits_folder / "digits.onnx"
+    _check_provider(file, torch.device("cpu"))
+    told = r"digits\.onnx would run on the CPU.*install onnxruntime-gpu.*deviceType: cpu"
+    with pytest.raises(LoadError, match=told):
+        _check_provider(file, torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize("tf32", [False, True])
+def test_what_is_proven_and_what_is_served_compute_alike(tf32: bool) -> None:
+    def rounds() -> list[bool]:
+        return [torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32]
+
+    before = rounds()
+    with set_precision(torch.device("cuda", 0), tf32):
+        assert rounds() == [tf32, tf32]
+        with set_precision(torch.device("cpu"), not tf32):
+            assert rounds() == [tf32, tf32]
+    assert rounds() == before
+    (provider, options), rest = _onnx_providers([_CUDA], torch.device("cuda", 1), tf32)
+    assert (provider, options) == (_CUDA, {"device_id": 1, "use_tf32": int(tf32)})
+    assert rest == "CPUExecutionProvider"
+
+
+@pytest.mark.gpu
+def test_opening_an_artifact_says_what_the_device_rounds(digits_folder: Path, device: str) -> None:
+    with set_precision(torch.device(device)):
+        for tf32 in (True, False):
+            open_artifact(digits_folder / "digits.pt2", "pt2", device, tf32=tf32)
+            rounds = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
+            assert device == "cpu" or rounds == (tf32, tf32)
+
+
 @pytest.mark.gpu
 @each_format
 def test_artifact_made_on_the_cpu_runs_on_cuda(
-    digits_net: nn.Module, digits_folder: Path, format: str
+    digits_net: nn.Module, digits_folder: Path, format: str, device: str
 ) -> None:
-    artifact = open_artifact(digits_folder / ARTIFACTS[format], format, "cuda")
+    artifact = open_artifact(digits_folder / ARTIFACTS[format], format, device)
     image = torch.rand(3, 1, 8, 8)
     with torch.inference_mode():
         found, expected = artifact(image.to(artifact.device)), digits_net(image)

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import onnxruntime
 import pytest
 import torch
 from torch import nn
@@ -21,22 +22,15 @@ from tests.shared import DIGITS, ROOT, archive_digits
 
 pytestmark = pytest.mark.gpu
 
-FORMATS = ("pt2", "torchscript", "aoti")
+CUDA_IN_ONNX = "CUDAExecutionProvider" in onnxruntime.get_available_providers()
+FORMATS = ("pt2", "torchscript", "aoti", *(["onnx"] if CUDA_IN_ONNX else []))
+needs_device = pytest.mark.skipif(not torch.cuda.is_available(), reason="of a device itself")
 BATCH_SIZE = 8
 TOLERANCE = 1e-4
 
 
-@pytest.fixture(autouse=True)
-def exact_sums() -> Iterator[None]:
-    """Compare with the CPU in float32: TF32 has three digits."""
-    before = torch.backends.cudnn.allow_tf32
-    torch.backends.cudnn.allow_tf32 = False
-    yield
-    torch.backends.cudnn.allow_tf32 = before
-
-
 @pytest.fixture(scope="module")
-def digits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def digits(tmp_path_factory: pytest.TempPathFactory, device: str) -> dict[str, Path]:
     """The digits model, traced and compiled on the device."""
     folder = tmp_path_factory.mktemp("artifacts")
     artifacts = {}
@@ -47,11 +41,17 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             ["image:float32[batch,1,8,8]"],
             output_names=["logits"],
             formats=(format,),
-            device="cuda:0",
+            device=device,
             output_dir=folder,
         )
         artifacts[format] = report.artifact
     return artifacts
+
+
+@pytest.fixture(scope="module")
+def gpu(device: str) -> int | None:
+    """The device's number, as a worker is told it."""
+    return None if device == "cpu" else 0
 
 
 def load(artifact: Path, gpu: int | None) -> BaseHandler:
@@ -88,17 +88,37 @@ def assert_close(found: list[Any], expected: list[Any], tolerance: float = TOLER
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_predictions_are_those_of_the_cpu(digits: dict[str, Path], format: str) -> None:
-    mine, expecting = load(digits[format], 0), load(digits["pt2"], None)
+def test_predictions_are_those_of_the_cpu(
+    digits: dict[str, Path], gpu: int | None, format: str
+) -> None:
+    mine, expecting = load(digits[format], gpu), load(digits["pt2"], None)
     for count in (1, 3, BATCH_SIZE):
         data = rows(count, (1, 8, 8), count)
         expected = expecting.handle(data, context_of(count))
         assert_close(mine.handle(data, context_of(count)), expected)
 
 
-def test_explanations_are_those_of_the_cpu(digits: dict[str, Path]) -> None:
+@pytest.mark.parametrize("tf32", [False, True])
+def test_what_is_proven_with_tf32_is_served_with_it(
+    tmp_path: Path, device: str, gpu: int | None, tf32: bool
+) -> None:
+    if tf32 and gpu is None:
+        pytest.skip("a CPU has no TF32")
+    (report,) = export(
+        DIGITS / "digits.pt", f"{DIGITS / 'net.py'}:DigitsNet", ["image:float32[batch,1,8,8]"],
+        formats=("pt2",), device=device, tf32=tf32, tolerance=1e-2, output_dir=tmp_path,
+    )  # fmt: skip
+    assert json.loads(report.path.read_text())["tf32"] is tf32
+    load(report.artifact, gpu)
+    rounds = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
+    assert gpu is None or rounds == (tf32, tf32)
+
+
+def test_explanations_are_those_of_the_cpu(digits: dict[str, Path], gpu: int | None) -> None:
     data = rows(2, (1, 8, 8))
-    mine, expected = (load(digits["pt2"], gpu).explain(data, context_of(2)) for gpu in (0, None))
+    mine, expected = (
+        load(digits["pt2"], each).explain(data, context_of(2)) for each in (gpu, None)
+    )
     for one, other in zip(mine, expected, strict=True):
         assert one["target"] == other["target"]
         found, wanted = (torch.tensor(each["attributions"]) for each in (one, other))
@@ -119,9 +139,11 @@ def resnet50(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("count", [1, 3, 8])
-def test_a_large_network_predicts_as_on_the_cpu(resnet50: Path, count: int) -> None:
+def test_a_large_network_predicts_as_on_the_cpu(
+    resnet50: Path, gpu: int | None, count: int
+) -> None:
     data = rows(count, (3, 224, 224))
-    found, expected = (load(resnet50, gpu).handle(data, context_of(count)) for gpu in (0, None))
+    found, expected = (load(resnet50, each).handle(data, context_of(count)) for each in (gpu, None))
     assert_close(found, expected, 1e-3)
 
 
@@ -154,7 +176,7 @@ class Table(nn.Module):
 
 @pytest.fixture(scope="module")
 def server(
-    digits: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+    digits: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, device: str
 ) -> Iterator[LiveServer]:
     store = tmp_path_factory.mktemp("store")
     for format, artifact in digits.items():
@@ -166,12 +188,13 @@ def server(
     torch.save(net.state_dict(), sources / "table.pt")
     (report,) = export(sources / "table.pt", f"{sources / 'table.py'}:Table",
                        ["index:int64[batch,3]"], output_names=["sums"], formats=("pt2",),
-                       device="cuda:0", output_dir=sources)  # fmt: skip
+                       device=device, output_dir=sources)  # fmt: skip
     write_archive("table", version="1.0", artifact=report.artifact, handler="base_handler",
                   output_dir=store)  # fmt: skip
     write_archive("greedy", version="1.0", artifact=digits["pt2"],
                   handler=str(sources / "greedy.py"), output_dir=store)  # fmt: skip
-    with running(tmp_path_factory.mktemp("state"), store, "--device=cuda") as live:
+    kind = device.partition(":")[0]
+    with running(tmp_path_factory.mktemp("state"), store, f"--device={kind}") as live:
         live.register_all(*(f"{name}.mar" for name in (*FORMATS, "table", "greedy")))
         yield live
 
@@ -187,6 +210,7 @@ def test_a_server_answers_on_the_device(server: LiveServer, format: str) -> None
     assert best == [str(digit) for digit in digits]
 
 
+@needs_device
 def test_workers_are_spread_over_the_devices(server: LiveServer) -> None:
     count = torch.cuda.device_count()
     answer = server.management.put("/models/pt2", params={"min_worker": count + 1})
@@ -195,6 +219,7 @@ def test_workers_are_spread_over_the_devices(server: LiveServer) -> None:
     assert server.predict("pt2", (DIGITS / "scans" / "2.png").read_bytes()).status_code == 200
 
 
+@needs_device
 def test_out_of_memory_is_507_and_the_worker_goes_on(server: LiveServer) -> None:
     pids = server.worker_pids("greedy")
     answer = server.predict("greedy", json.dumps([[[1e9] * 8] * 8]))
@@ -203,6 +228,7 @@ def test_out_of_memory_is_507_and_the_worker_goes_on(server: LiveServer) -> None
     assert server.worker_pids("greedy") == pids
 
 
+@needs_device
 def test_a_request_that_loses_the_device_takes_no_other_with_it(server: LiveServer) -> None:
     bodies = [[at % 4] * 3 for at in range(30)]
     bodies[13] = [999, 0, 0]  # CUDA answers nothing more in a process that met this

@@ -47,7 +47,7 @@ class Spoken(Worker):
 
     async def _spawn(self) -> socket.socket:
         ours, theirs = socket.socketpair()
-        self._output = self._pool.policy.open_output(self._plan.log_dir / "w.log", self.name)
+        self._output = self._pool.policy.open_output(self.plan.log_dir / "w.log", self.name)
         process = self._process = spawn(
             self.command, {"PATH": os.environ["PATH"]},
             stdout=self._output.stdout, stderr=self._output.stderr,
