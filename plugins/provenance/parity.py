@@ -24,7 +24,6 @@ from modelyard.archiver.report import Report, parse_report
 from modelyard.archiver.signing import Trust, TrustedKey, check_expiry, open_signed, sign_payload
 from modelyard.archiver.statement import MAX_BUNDLE_BYTES, STATEMENT_TYPE, parse_date
 from modelyard.archiver.untrusted.json import Fields, parse_json
-from modelyard.archiver.untrusted.names import PROVEN_NAME
 
 if TYPE_CHECKING:
     from modelyard.archiver.signing import PrivateKey
@@ -96,17 +95,13 @@ def predicate_of(archive: Archive) -> dict[str, Any]:
         raise NotProven(f"{archive.path.name}: {reason}; there is nothing to state")
     names = (seal.report, seal.explain.report if seal.explain else None)
     reports = {name: parse_report(archive.read(name), Path(name)) for name in names if name}
-    try:
-        lines = read_lines(archive.read)
-    except ValueError as error:
-        raise NotProven(f"{archive.path.name}: {PROVEN_NAME} cannot be read: {error}") from error
     return {
         "model": manifest.model_name,
         "version": manifest.model_version,
         "archiveDigest": archive.digest,
         "goldenRequests": len(seal.golden),
         "artifacts": [_artifact(name, report) for name, report in reports.items()],
-        "recertified": [dict(line) for line in lines],
+        "recertified": [dict(line) for line in read_lines(archive.read)],
     }
 
 

@@ -100,7 +100,7 @@ def test_further_versions_on_which_it_was_proven_are_stated(
 def test_lines_that_cannot_be_read_are_not_stated(
     archive: Path, keys: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(NotProven, match=r"proven\.json cannot be read"):
+    with pytest.raises(NotProven, match=r"cannot be read: MAR-INF/proven\.json\.lines"):
         attested(with_lines(archive, tmp_path, b'{"lines": [{}]}'), keys)
 
 
