@@ -1,5 +1,7 @@
 """The commands `modelyard archive`, `modelyard verify` and `modelyard keygen`."""
 
+from __future__ import annotations
+
 import json
 import os
 import re
@@ -282,7 +284,7 @@ def _print_columns(rows: Sequence[tuple[Any, ...]]) -> None:
         print("  ".join(cells).rstrip())
 
 
-def _archive_to_json(opened: "Archive") -> dict[str, Any]:
+def _archive_to_json(opened: Archive) -> dict[str, Any]:
     return {
         "archive": str(opened.path),
         "name": opened.manifest.model_name,

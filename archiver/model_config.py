@@ -1,5 +1,7 @@
 """Keys of `model-config.yaml`: which of them mean something, and where."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import Any
 

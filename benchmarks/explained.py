@@ -133,7 +133,7 @@ def dead_relu() -> Explained:
     net = mlp(12, 32, 32, 4)
     with torch.no_grad():
         for at in (0, 2):
-            cast(nn.Linear, net[at]).bias.sub_(1.2)
+            cast("nn.Linear", net[at]).bias.sub_(1.2)
     return random(net, 2 * torch.randn(60, 12), 2.0)
 
 
@@ -158,7 +158,7 @@ class ViT(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(N, 1, 8, 8) to (N, 10)."""
         tokens = self.embed(x).flatten(2).transpose(1, 2) + self.places
-        return cast(Tensor, self.head(self.encoder(tokens).mean(1)))
+        return cast("Tensor", self.head(self.encoder(tokens).mean(1)))
 
 
 class Recurrent(nn.Module):
@@ -172,7 +172,7 @@ class Recurrent(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(N, 1, 8, 8) to (N, 10)."""
         # In training mode, as other kernels have no gradient.
-        return cast(Tensor, self.head(self.cells(x[:, 0])[0][:, -1]))
+        return cast("Tensor", self.head(self.cells(x[:, 0])[0][:, -1]))
 
 
 class TextFromEmbeddings(nn.Module):
@@ -187,7 +187,7 @@ class TextFromEmbeddings(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, 12, 32) to (N, 2)."""
-        return cast(Tensor, self.head(self.encoder(x + self.places)[:, 0]))
+        return cast("Tensor", self.head(self.encoder(x + self.places)[:, 0]))
 
 
 class MaskedAttention(nn.Module):
@@ -204,7 +204,7 @@ class MaskedAttention(nn.Module):
         x = x[:, 0]
         scores = self.key(x) @ self.query
         scores = scores.masked_fill(x.detach().abs().sum(2) == 0, -1e4)
-        return cast(Tensor, self.head((scores.softmax(1)[:, None] @ self.value(x))[:, 0].tanh()))
+        return cast("Tensor", self.head((scores.softmax(1)[:, None] @ self.value(x))[:, 0].tanh()))
 
 
 class Residual(nn.Module):
@@ -221,7 +221,7 @@ class Residual(nn.Module):
         x = self.first(x)
         for block in self.blocks:
             x = x + block(x.relu())
-        return cast(Tensor, self.head(x))
+        return cast("Tensor", self.head(x))
 
 
 class UNet(nn.Module):
@@ -236,7 +236,7 @@ class UNet(nn.Module):
         """(N, 1, 16, 16) to (N, 512)."""
         wide = self.down(x).relu()
         deep = self.deep(functional.max_pool2d(wide, 2)).relu()
-        return cast(Tensor, self.last(torch.cat([wide, self.up(deep)], 1)).flatten(1))
+        return cast("Tensor", self.last(torch.cat([wide, self.up(deep)], 1)).flatten(1))
 
 
 def unet() -> Explained:
@@ -262,7 +262,7 @@ class GCN(nn.Module):
         edges = edges + torch.eye(10).to(x)
         edges = edges / edges.sum(2, keepdim=True)
         inner = (edges @ self.first(nodes)).relu()
-        return cast(Tensor, (edges @ self.second(inner)).mean(1))
+        return cast("Tensor", (edges @ self.second(inner)).mean(1))
 
 
 def gcn() -> Explained:
@@ -301,14 +301,14 @@ class Siren(nn.Module):
         with torch.no_grad():
             for at, layer in enumerate(self.layers):
                 bound = 1 / ins if at == 0 else math.sqrt(6 / 32) / 20
-                cast(nn.Linear, layer).weight.uniform_(-bound, bound)
+                cast("nn.Linear", layer).weight.uniform_(-bound, bound)
         self.head = nn.Linear(32, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, ins) to (N, 1)."""
         for layer in self.layers:
             x = (20 * layer(x)).sin()
-        return cast(Tensor, self.head(x))
+        return cast("Tensor", self.head(x))
 
 
 def rbf(ins: int, outs: int) -> nn.Module:
@@ -350,7 +350,7 @@ class Experts(nn.Module):
         least = scores.topk(self.most, 1).values[:, -1:]
         shares = scores.masked_fill(scores < least, -torch.inf).softmax(1)
         found = torch.stack([each(x) for each in self.experts], 2)
-        return cast(Tensor, (found * shares[:, None]).sum(2))
+        return cast("Tensor", (found * shares[:, None]).sum(2))
 
 
 class Splines(nn.Module):
@@ -394,7 +394,7 @@ class Series(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, 64) to (N, 3)."""
-        return cast(Tensor, self.head(self.layers(x[:, None]).flatten(1)))
+        return cast("Tensor", self.head(self.layers(x[:, None]).flatten(1)))
 
 
 def series() -> Explained:

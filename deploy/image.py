@@ -94,7 +94,7 @@ class Blobs:
         plain = hashlib.sha256()
         # Level 6: 9 takes three times as long for two parts in a hundred.
         with part.open("wb") as raw, gzip.GzipFile("", "wb", 6, raw, mtime=0) as packed:
-            sink = cast(IO[bytes], _Tee(packed, plain))
+            sink = cast("IO[bytes]", _Tee(packed, plain))
             with tarfile.open(fileobj=sink, mode="w|", format=tarfile.PAX_FORMAT) as tar:
                 for info, content in entries:
                     tar.addfile(info, io.BytesIO(content) if info.isreg() else None)

@@ -256,7 +256,7 @@ def _factory(module: ModuleType, where: str, name: str) -> Callable[..., Any]:
     if not callable(found):
         seen = type(found).__name__
         raise ModelError(f"{where}: {name} is a {seen}; expected {MODEL_FORM}")
-    return cast(Callable[..., Any], found)
+    return cast("Callable[..., Any]", found)
 
 
 def _make(

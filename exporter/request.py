@@ -3,6 +3,8 @@
 Nothing here imports torch, which takes a second, before `export` is called.
 """
 
+from __future__ import annotations
+
 import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -48,7 +50,7 @@ def export(
     output_dir: str | Path = "build",
     weights_key: str | None = None,
     ema: bool = False,
-    announce: "Announce | None" = None,
+    announce: Announce | None = None,
     formats: str | Sequence[str] | None = None,
     model_args: Mapping[str, Any] | None = None,
     task: str | None = None,
@@ -68,7 +70,7 @@ def export(
     tell: Callable[[str], None] | None = None,
     sample_only: bool = False,
     progress: Callable[[str, int, int], None] | None = None,
-) -> "list[ExportReport]":
+) -> list[ExportReport]:
     """Write artifacts that are proven to agree with the checkpoint, and a report beside each.
 
     Args:
@@ -159,7 +161,7 @@ class ExportRequest:
     output_dir: Path
     weights_key: str | None = None
     ema: bool = False
-    announce: "Announce | None" = None
+    announce: Announce | None = None
     formats: Sequence[str] | None = None
     model_args: Mapping[str, Any] | None = None
     task: str | None = None

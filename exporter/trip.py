@@ -198,7 +198,7 @@ def _write_each(
                 _announce(request, _CHECK.format(draft.name))
                 trusted = written.get("trusted_operators", []) if request.announce else []
                 parity = _prove(
-                    request, format, draft, reference, checker, cast(list[str], trusted)
+                    request, format, draft, reference, checker, cast("list[str]", trusted)
                 )
                 drafts[format] = draft, written, parity, _batching(reference, checker, parity)
             except ExportError as error:

@@ -3,6 +3,8 @@
 Each instance is the body of a request of its own, and its answer stands at its place.
 """
 
+from __future__ import annotations
+
 import binascii
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Sequence

@@ -1,5 +1,7 @@
 """`context.metrics`: what a handler measures, which its worker sends on with the answers."""
 
+from __future__ import annotations
+
 import logging
 from abc import ABC, abstractmethod
 from collections import deque
@@ -146,7 +148,7 @@ class Metrics(Reporter):
         context: context whose requests the values are about.
     """
 
-    def __init__(self, context: "Context") -> None:
+    def __init__(self, context: Context) -> None:
         super().__init__(None, context.model_name)
         self._context = context
 

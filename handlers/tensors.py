@@ -7,6 +7,8 @@ Nothing is allocated for a shape that the bytes of the request do not fill, and 
 guessed at: what a datatype does not hold is refused.
 """
 
+from __future__ import annotations
+
 import binascii
 import math
 import zlib

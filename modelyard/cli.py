@@ -1,5 +1,7 @@
 """The one command. It names the subcommands and imports a package only when its command runs."""
 
+from __future__ import annotations
+
 import importlib
 import inspect
 import os

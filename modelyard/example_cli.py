@@ -1,5 +1,7 @@
 """`modelyard example`: the files of an example, for those who have no clone."""
 
+from __future__ import annotations
+
 import shutil
 from importlib.resources import as_file, files
 from pathlib import Path

@@ -46,6 +46,8 @@
 `type` is a class name that clients compare: TorchServe's wherever it has one.
 """
 
+from __future__ import annotations
+
 import errno
 import re
 

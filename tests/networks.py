@@ -28,7 +28,7 @@ class Bottleneck(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(N, inside, H, W) to (N, 4 width, H / stride, W / stride)."""
         inner = self.relu(self.middle(self.relu(self.narrow(x))))
-        return cast(Tensor, self.relu(self.widen(inner) + self.shortcut(x)))
+        return cast("Tensor", self.relu(self.widen(inner) + self.shortcut(x)))
 
 
 class ResNet50(nn.Module):
@@ -54,7 +54,7 @@ class ResNet50(nn.Module):
 
     def forward(self, image: Tensor) -> Tensor:
         """(N, 3, H, W) to (N, classes)."""
-        return cast(Tensor, self.head(self.pool(self.blocks(self.stem(image))).flatten(1)))
+        return cast("Tensor", self.head(self.pool(self.blocks(self.stem(image))).flatten(1)))
 
 
 class TextEncoder(nn.Module):
@@ -77,4 +77,4 @@ class TextEncoder(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """(N, length up to 512) to (N, 2), read from the first token."""
         places = self.places.weight[: tokens.shape[1]]
-        return cast(Tensor, self.head(self.encoder(self.words(tokens) + places)[:, 0]))
+        return cast("Tensor", self.head(self.encoder(self.words(tokens) + places)[:, 0]))

@@ -1,5 +1,7 @@
 """What is sent for each call, and what is made of its answer; without any input or output."""
 
+from __future__ import annotations
+
 import copy
 import mimetypes
 from collections.abc import Callable, Mapping
@@ -95,7 +97,7 @@ class Calls:
 
     def vary(
         self, headers: Mapping[str, str] | None, timeout_s: float | None, priority: Priority | None
-    ) -> "Calls":
+    ) -> Calls:
         """Return the same calls with more headers, another time, another class.
 
         Raises:
@@ -202,7 +204,7 @@ class Calls:
         chosen = {**options, **(its_own if count > 1 else {})}
         return lambda format: self._run(ask({**chosen, "format": format}))
 
-    def infer(self, model: str, inputs: "Arrays", outputs: list[str] | None) -> Flow[Outputs]:
+    def infer(self, model: str, inputs: Arrays, outputs: list[str] | None) -> Flow[Outputs]:
         """Return a model's outputs for its inputs, arrays by name."""
         numpy()
         from modelyard_client.tensors import read_outputs, write_request

@@ -1,5 +1,7 @@
 """How a server is reached: address, token, certificates. What both clients have in common."""
 
+from __future__ import annotations
+
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass

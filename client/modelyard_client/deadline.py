@@ -1,5 +1,7 @@
 """A time for a whole attempt: httpx's own are for each piece that is read or written."""
 
+from __future__ import annotations
+
 import ssl
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

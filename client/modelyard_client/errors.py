@@ -7,6 +7,8 @@ ClientError
 └── BadAnswer         what came is not what the protocol says
 """
 
+from __future__ import annotations
+
 import json
 from typing import Any
 

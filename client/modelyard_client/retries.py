@@ -5,6 +5,8 @@ the answer says to come back. One that was sent and not answered may have run; i
 where that does no harm, which its caller says.
 """
 
+from __future__ import annotations
+
 import random
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field, replace

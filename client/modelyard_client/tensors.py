@@ -1,5 +1,7 @@
 """Arrays by name ↔ the Open Inference Protocol with the bytes of tensors behind its JSON."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -76,7 +78,7 @@ def _as_bytes(array: NDArray[Any]) -> NDArray[Any]:
     return found
 
 
-def read_outputs(answer: "Answer") -> "Outputs":
+def read_outputs(answer: Answer) -> Outputs:
     """Return a model's outputs.
 
     Raises:

@@ -100,7 +100,9 @@ def read_pickle(
     """
     machine = _Machine(persistent_load, rebuild, name_value)
     try:
-        for number, (opcode, argument, _) in enumerate(pickletools.genops(cast(IO[bytes], stream))):
+        for number, (opcode, argument, _) in enumerate(
+            pickletools.genops(cast("IO[bytes]", stream))
+        ):
             if number > MAX_OPCODES:
                 raise BadPickle(f"more than {MAX_OPCODES} opcodes")
             machine.step(opcode.name, argument)

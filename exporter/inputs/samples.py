@@ -495,7 +495,7 @@ def hold_out(samples: Sequence[Sample], signature: Signature) -> Split:
 
 def in_batches(sample: Sample, signature: Signature) -> Iterator[Sample]:
     """Yield a sample; its rows in batches, where it holds more or fewer than one may have."""
-    if not has_rows(signature) or sample.rows in cast(Dim, signature.batch):
+    if not has_rows(signature) or sample.rows in cast("Dim", signature.batch):
         yield sample
     else:
         yield from _in_batches(sample, signature, torch.ones(sample.rows, dtype=torch.bool))

@@ -114,7 +114,7 @@ def _load(
     if findings:
         return None, findings
     snapshot.seek(0)
-    program = torch.export.load(cast(IO[bytes], snapshot))
+    program = torch.export.load(cast("IO[bytes]", snapshot))
     tensors = [*program.state_dict.values(), *program.constants.values()]
     if device and any(isinstance(each, Tensor) and each.device != device for each in tensors):
         program = move_to_device_pass(program, device)  # which knows torch's own operators alone

@@ -148,7 +148,7 @@ def call_problem(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, A
     for argument, value in given:
         if (modes := _MODES.get(argument.name)) and value not in range(modes):
             return f"gives {value!r} where {argument.name} is one of {modes} modes"
-        stated = str(cast(Any, argument).real_type)
+        stated = str(cast("Any", argument).real_type)
         if value is None:
             if not stated.startswith("Optional["):
                 return f"gives nothing where {argument.name} is a {stated}"
@@ -197,7 +197,7 @@ def use_checked(program: torch.export.ExportedProgram) -> None:
         if replace := _REPLACEMENTS.get(node.target):
             replace(node)
     for node in calls(program):
-        target = cast(Any, node.target)
+        target = cast("Any", node.target)
         if isinstance(target, OpOverload):
             node.target = guarded(target, CHECKED.get(target, target), node.args, node.kwargs)
         elif target is not operator.getitem:
@@ -230,7 +230,7 @@ def _batch_norm(node: Node) -> None:
 def _weight_norm(node: Node) -> None:
     """Replace what reads as many lengths as there are rows: v * (g / |v|), which broadcasts."""
     aten = torch.ops.aten
-    v, g = cast(tuple[Node, Node], node.args[:2])
+    v, g = cast("tuple[Node, Node]", node.args[:2])
     dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
     axes = [axis for axis in range(v.meta["val"].dim()) if axis != dim]
     with node.graph.inserting_before(node):

@@ -125,7 +125,7 @@ def _checks(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     for index, argument in enumerate(schema.arguments):
         place: _Place = index if index < len(args) else argument.name
         given = args[index] if index < len(args) else kwargs.get(argument.name)
-        kind = str(cast(Any, argument).real_type)
+        kind = str(cast("Any", argument).real_type)
         if not _is_open(given):
             continue
         if "Tensor" in kind:

@@ -7,6 +7,8 @@ lines from there on are written anew. That, and lines missing at the end, only s
 that somebody keeps elsewhere: of the state file, or of an export.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 import os

@@ -1,5 +1,7 @@
 """The commands `modelyard audit verify | show | export`."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -59,7 +61,7 @@ def verify(
     raise typer.Exit(1 if problem else 0)
 
 
-def _say(chain: "Chain", problem: str, whose: str, signer: str) -> None:
+def _say(chain: Chain, problem: str, whose: str, signer: str) -> None:
     if problem:
         out.print(f"[red]broken:[/red] {escape(whose)}: {escape(problem)}", soft_wrap=True)
         return
@@ -129,7 +131,7 @@ def export(
     out.print(f"{output}: {chain.head.entries} entries, head {chain.head.sha256}", soft_wrap=True)
 
 
-def _read(file: Path | None, state_dir: Path | None) -> "tuple[Chain, object, str, str]":
+def _read(file: Path | None, state_dir: Path | None) -> tuple[Chain, object, str, str]:
     """Return a chain, its signature, how it is broken, and whose it is."""
     from modelyard.plugins.audit.chain import check_head, read_chain
     from modelyard.plugins.audit.export import BrokenTrail, read_export

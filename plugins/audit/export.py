@@ -1,5 +1,7 @@
 """A trail outside of its server: signed JSON, and a page for people that prints."""
 
+from __future__ import annotations
+
 import hashlib
 import json
 from datetime import UTC, datetime
@@ -25,7 +27,7 @@ class BrokenTrail(ArchiveError):
     """A trail does not hold, or is not one."""
 
 
-def make_export(chain: Chain, key: "PrivateKey | None") -> bytes:
+def make_export(chain: Chain, key: PrivateKey | None) -> bytes:
     """Return a trail as JSON, signed as archives are where there is a key."""
     content: dict[str, Any] = {
         "schema": SCHEMA,

@@ -1,5 +1,7 @@
 """What writes the trail: a server's versions, workers and defaults, and what others tell of."""
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -41,7 +43,7 @@ class Known(NamedTuple):
 class Audit:
     """The `Observer` of one server."""
 
-    routers: "Sequence[APIRouter]" = ()
+    routers: Sequence[APIRouter] = ()
 
     def __init__(self, host: Host) -> None:
         self._state = host.lifecycle.policy.state

@@ -1,5 +1,7 @@
 """The commands `modelyard sagemaker serve`, `vertex serve` and `azureml serve`."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

@@ -1,5 +1,7 @@
 """What each cloud says to its containers by variables, and what is served for that."""
 
+from __future__ import annotations
+
 import os
 import sys
 from collections.abc import Mapping

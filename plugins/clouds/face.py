@@ -1,5 +1,7 @@
 """The clouds' routes, beside the inference API's own."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Sequence
 from pathlib import Path

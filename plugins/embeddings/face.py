@@ -1,5 +1,7 @@
 """The routes: one request's texts become calls of the model's queue, and its answer is theirs."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from functools import partial
 from time import monotonic

@@ -5,6 +5,8 @@ https://huggingface.github.io/text-embeddings-inference
 https://docs.cohere.com/reference/rerank
 """
 
+from __future__ import annotations
+
 import math
 from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +41,7 @@ class Row(NamedTuple):
     values: np.ndarray
 
     @classmethod
-    def read(cls, body: bytes) -> "Row":
+    def read(cls, body: bytes) -> Row:
         """Read what a worker answers."""
         return cls(int.from_bytes(body[:4], "little"), np.frombuffer(body, "<f4", offset=4))
 

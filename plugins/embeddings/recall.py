@@ -10,6 +10,8 @@ most. A neighbour is decided if fewer than k others can be as near, each product
 What is not decided is a tie within the bound, and may go either way.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,5 +1,7 @@
 """In a worker: texts → the model's own numbers, in calls that hold so many tokens at most."""
 
+from __future__ import annotations
+
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -48,7 +50,7 @@ class TextRows:
         LoadError: the archive's settings are wrong.
     """
 
-    def __init__(self, handler: "TextHandler") -> None:
+    def __init__(self, handler: TextHandler) -> None:
         self._handler = handler
         self._is_encoder = hasattr(handler, "vectors")
         self._most: int = handler.tokenizer.truncation["max_length"]

@@ -1,5 +1,7 @@
 """The face of `modelyard serve` that speaks gRPC, where `grpc_port` is set."""
 
+from __future__ import annotations
+
 from typing import TYPE_CHECKING
 
 from modelyard.base.extras import what_is_missing
@@ -13,7 +15,7 @@ if TYPE_CHECKING:
     from modelyard.plugins.grpc.rpc import GrpcServer, Rpc
 
 
-def make_face(inside: Inside) -> "GrpcServer | None":
+def make_face(inside: Inside) -> GrpcServer | None:
     """Return the face; None where the setting `grpc_port` is not set.
 
     Raises:
@@ -44,7 +46,7 @@ def make_face(inside: Inside) -> "GrpcServer | None":
         operators = inside.checks["management"](lambda _: "manage")
         check = check_changes(check, operators, oip.CHANGES.__contains__)
 
-    def count(rpc: "Rpc") -> None:
+    def count(rpc: Rpc) -> None:
         """Count a call that asked for an answer, and has come to no model."""
         if not rpc.is_counted and rpc.method in oip.INFERS and rpc.code in HTTP_STATUSES:
             front.count_unrouted(HTTP_STATUSES[rpc.code])

@@ -3,6 +3,8 @@
 https://protobuf.dev/programming-guides/encoding/
 """
 
+from __future__ import annotations
+
 from collections.abc import Collection
 
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5

@@ -4,6 +4,8 @@ Not grpcio's own packages: their health is told each change, ours asks; their re
 the older of the two names, and wants a newer protobuf than we do.
 """
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import Callable, Iterable
 from typing import Any

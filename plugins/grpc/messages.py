@@ -4,6 +4,8 @@ A request becomes JSON with binary tensors behind it (`handlers.tensors`), so th
 of every other request. What comes raw is answered raw, what comes as typed contents is answered so.
 """
 
+from __future__ import annotations
+
 import array
 import math
 from collections.abc import Mapping, Sequence

@@ -1,5 +1,7 @@
 """The Open Inference Protocol by gRPC: `inference.GRPCInferenceService`."""
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial

@@ -5,6 +5,8 @@ has before a service sees it: its token is checked before its message is read, a
 counted and unpacked within limits.
 """
 
+from __future__ import annotations
+
 import asyncio
 import logging
 import math
@@ -119,7 +121,7 @@ class Rpc:
         *("is_counted", "method", "outcome", "release", "sent", "served", "timeout_s", "trace_id"),
     )
 
-    def __init__(self, services: "Services", method: str, metadata: Any) -> None:
+    def __init__(self, services: Services, method: str, metadata: Any) -> None:
         self._services = services
         self._held = 0
         self.method = method

@@ -1,5 +1,7 @@
 """MLflow's scoring protocol, for the one model that the setting `invocations` names."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
@@ -26,7 +28,7 @@ CODES = {
 """HTTP's status → MLflow's code; INTERNAL_ERROR for others."""
 
 
-def make_face(inside: Inside) -> "Invocations | None":
+def make_face(inside: Inside) -> Invocations | None:
     """Return the face; None where the setting `invocations` names no model."""
     return Invocations(inside) if inside.settings.invocations else None  # type: ignore[abstract]
 

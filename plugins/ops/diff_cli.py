@@ -1,5 +1,7 @@
 """The command `modelyard diff`."""
 
+from __future__ import annotations
+
 import json
 import re
 from contextlib import ExitStack
@@ -80,7 +82,7 @@ def diff(
             raise Differs(f"{new.name} answers otherwise than {old.name}: {found.summary()}")
 
 
-def _print(found: "Difference", heads: tuple[str, ...], markdown: bool) -> None:
+def _print(found: Difference, heads: tuple[str, ...], markdown: bool) -> None:
     """Print both answers to each request: other labels first, then what is furthest apart."""
     order = sorted(found.requests, key=lambda each: (not each.relabelled, -each.scaled))
     rows = [

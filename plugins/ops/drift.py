@@ -5,6 +5,8 @@ answered, with the flag SHARES. What is not taken at once is dropped and counted
 The worker gives up between two passes as soon as somebody asks it for an explanation.
 """
 
+from __future__ import annotations
+
 import logging
 import random
 from collections.abc import Sequence

@@ -4,6 +4,8 @@ Messages are as protobuf's JSON has them, by the names of Triton's model_config.
 grpc_service.proto. What is not measured here is left out.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import Any
 

@@ -3,6 +3,8 @@
 https://github.com/triton-inference-server/server/tree/main/docs/protocol
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from typing import Any
 

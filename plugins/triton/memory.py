@@ -5,6 +5,8 @@ short at any time, and a mapping of it would end the server. Workers get the byt
 request; they have a /dev/shm of their own.
 """
 
+from __future__ import annotations
+
 import os
 import re
 import stat

@@ -4,6 +4,8 @@
 there or from an archive that holds that file.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Annotated, Any
@@ -70,7 +72,7 @@ class Costs:
     cores: Whole
     """Cores of the machine."""
 
-    def times_s(self, size: int) -> "np.ndarray":
+    def times_s(self, size: int) -> np.ndarray:
         """Return times of a batch, each as likely as the next, in seconds, sorted.
 
         Between two sizes that were measured they lie on a line; beyond the largest they grow as
@@ -93,7 +95,7 @@ class Costs:
         return asdict(self)
 
 
-def _spread(at_levels: Sequence[float]) -> "np.ndarray":
+def _spread(at_levels: Sequence[float]) -> np.ndarray:
     """Return values, each as likely as the next, of a distribution that is known at `LEVELS`."""
     import numpy as np
 

@@ -4,6 +4,8 @@ It runs on the cores of the server that it measures, so it does little: the byte
 made once, answers are parsed in C, and only their status and time are kept.
 """
 
+from __future__ import annotations
+
 import asyncio
 import time
 from collections import deque
@@ -65,7 +67,7 @@ class Load:
         text = body.decode("utf-8", "replace").strip()
         self.first_failure = self.first_failure or f"{status}: {text}"
 
-    def add(self, later: "Load") -> None:
+    def add(self, later: Load) -> None:
         """Take in what another load saw of the same."""
         self.latencies_s = sorted(self.latencies_s + later.latencies_s)
         self.parts.append(later.rate)
@@ -74,7 +76,7 @@ class Load:
         self.seconds += later.seconds
         self.cpu_s += later.cpu_s
 
-    def end(self, seconds: float, cpu_s: float) -> "Load":
+    def end(self, seconds: float, cpu_s: float) -> Load:
         """Return it with its time, sorted."""
         self.seconds, self.cpu_s = seconds, cpu_s
         self.latencies_s.sort()
@@ -210,7 +212,7 @@ class _Connections:
         """When the last answer came."""
         return max(client.answered_at for client in self.all)
 
-    async def __aenter__(self) -> "_Connections":
+    async def __aenter__(self) -> _Connections:
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         return self
 
@@ -220,7 +222,7 @@ class _Connections:
         if not self._broken.cancel():
             self._broken.exception()  # somebody else has said it
 
-    async def open(self) -> "_Client":
+    async def open(self) -> _Client:
         """Return a new one, which does nothing yet."""
         host, port = self._parts.hostname or "", self._parts.port or 80
         loop = asyncio.get_running_loop()
@@ -283,7 +285,7 @@ class _Client(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep what requests are written to."""
-        self._transport = cast(asyncio.Transport, transport)
+        self._transport = cast("asyncio.Transport", transport)
 
     def send(self, request: bytes, load: Load, since: float | None = None) -> None:
         """Send a request, whose answer is counted in `load`, its time from `since` or now."""

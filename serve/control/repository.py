@@ -4,6 +4,8 @@ As the Open Inference Protocol has it. Changes are off unless the settings allow
 reach them where they infer.
 """
 
+from __future__ import annotations
+
 from modelyard.archiver.untrusted.names import check_name
 from modelyard.serve.control.model_config import ModelSpec
 from modelyard.serve.control.register import Lifecycle

@@ -1,5 +1,7 @@
 """Files of the state folder: written whole or not at all."""
 
+from __future__ import annotations
+
 import contextlib
 import fcntl
 import json

@@ -1,5 +1,7 @@
 """Every metric's name, unit and labels (Prometheus)."""
 
+from __future__ import annotations
+
 import asyncio
 import platform
 import socket
@@ -148,12 +150,12 @@ class Family:
     def count(self, *values: str) -> Count:
         """Return the series of these values, a new one where there is none."""
         known = self._series.get(values)
-        return cast(Count, known[1] if known else self._new(values, Count()))
+        return cast("Count", known[1] if known else self._new(values, Count()))
 
     def histogram(self, *values: str) -> Histogram:
         """Return the series of these values, a new one where there is none."""
         known = self._series.get(values)
-        return cast(Histogram, known[1] if known else self._new(values, Histogram(self._bounds)))
+        return cast("Histogram", known[1] if known else self._new(values, Histogram(self._bounds)))
 
     def watch(self, read: Callable[[], float | None], *values: str) -> None:
         """Read the series of these values at each scrape; None is not exposed."""
@@ -287,7 +289,7 @@ class Metrics:
     """The metrics of one server. Labels come from registered models only, so they are bounded."""
 
     def __init__(
-        self, recorder: "HandlerMetrics | None" = None, observer: CallObserver | None = None
+        self, recorder: HandlerMetrics | None = None, observer: CallObserver | None = None
     ) -> None:
         from modelyard.serve.dataplane.exposition import HandlerMetrics  # builds on this module
 
@@ -362,7 +364,7 @@ class VersionMetrics:
         """Expose why nobody has proven what runs here."""
         self._metrics["model_unproven"].count(*self._labels, reason).value = 1
 
-    def watch_cache(self, answers: "VersionAnswers") -> None:
+    def watch_cache(self, answers: VersionAnswers) -> None:
         """Read what came of looking for answers that are kept, at each scrape."""
         metrics, labels = self._metrics, self._labels
         metrics["cache_bytes"].watch(lambda: answers.held, *labels)

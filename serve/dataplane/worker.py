@@ -5,6 +5,8 @@ else could open, and its end of file is the worker's death. Async ends here; in 
 blocking code.
 """
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import logging
@@ -192,7 +194,7 @@ class WorkerPlan:
 class Worker(asyncio.BufferedProtocol):
     """One worker process and the server's end of its socket."""
 
-    def __init__(self, pool: "Pool", number: int, id: int) -> None:
+    def __init__(self, pool: Pool, number: int, id: int) -> None:
         self.started_at = datetime.now(UTC)
         self._pool = pool
         self.plan = pool.plan
@@ -348,7 +350,7 @@ class Worker(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the transport."""
-        self._transport = cast(asyncio.Transport, transport)
+        self._transport = cast("asyncio.Transport", transport)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Return where the next bytes go: a long answer straight into its own place."""

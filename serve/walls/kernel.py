@@ -1,5 +1,7 @@
 """System calls that Python has no function for."""
 
+from __future__ import annotations
+
 import contextlib
 import ctypes
 import os

@@ -33,7 +33,7 @@ class Cnn(nn.Module):
 
     def forward(self, image: Tensor) -> Tensor:
         """(N, 1, 28, 28) to (N, classes)."""
-        return cast(Tensor, self.head(self.drop(self.features(image).flatten(1))))
+        return cast("Tensor", self.head(self.drop(self.features(image).flatten(1))))
 
 
 class LstmClassifier(nn.Module):
@@ -48,7 +48,7 @@ class LstmClassifier(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """(N, length) to (N, classes)."""
         states, _ = self.lstm(self.table(tokens))
-        return cast(Tensor, self.head(states.mean(1)))
+        return cast("Tensor", self.head(states.mean(1)))
 
 
 class TwoInTwoOut(nn.Module):
@@ -79,7 +79,7 @@ def bert(layers: int = 12, width: int = 768, words: int = 30522) -> nn.Module:
         intermediate_size=4 * width,
         num_labels=3,
     )
-    return cast(nn.Module, transformers.BertForSequenceClassification(config))
+    return cast("nn.Module", transformers.BertForSequenceClassification(config))
 
 
 @dataclass(frozen=True)

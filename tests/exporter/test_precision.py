@@ -463,6 +463,7 @@ def test_the_smallest_within_the_loss_is_chosen_and_float32_else(
     assert lines[-1].startswith("fp32 stays" if quantize is None else "int8-dynamic is")
 
 
+@pytest.mark.nightly
 def test_undecided_rows_run_again_in_float32(author: Author, tmp_path: Path) -> None:
     checkpoint, model = author(WIDE)
     rows = _normal(1536, 16)

@@ -181,7 +181,7 @@ class Program:
                     continue
                 positional.append(argument.default_value)
                 continue
-            value = self._drawn(str(argument.type), argument.name, cast(Any, argument).N)
+            value = self._drawn(str(argument.type), argument.name, cast("Any", argument).N)
             if argument.kwarg_only:
                 by_name[argument.name] = value
             else:

@@ -53,7 +53,7 @@ def digits_net() -> nn.Module:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    net = cast(nn.Module, module.DigitsNet())
+    net = cast("nn.Module", module.DigitsNet())
     net.load_state_dict(torch.load(DIGITS / "digits.pt", weights_only=True))
     return net.eval().requires_grad_(False)
 

@@ -23,7 +23,7 @@ def handler(model: Callable[[Tensor], Tensor], **attributes: Any) -> Classifier:
     """Return what `doubt` reads of a handler."""
     stated = {"knows_kind": False, "output_kind": "logits", "report": None, "inputs": ()}
     made = types.SimpleNamespace(inference=model, **(stated | attributes))
-    return cast(Classifier, made)
+    return cast("Classifier", made)
 
 
 def softmax(rows: Tensor) -> Tensor:

@@ -918,7 +918,7 @@ def test_a_program_runs_an_operator_of_its_author_where_that_is_trusted(tmp_path
     with pytest.raises(UnsafeProgram, match=r"segment_reduce\.default' is not among"):
         load_program(path)
     artifact = open_artifact(path, "pt2", trusted=["aten.segment_reduce.default"])
-    assert cast(Tensor, artifact(*inputs)).tolist() == [0, 6]
+    assert cast("Tensor", artifact(*inputs)).tolist() == [0, 6]
 
 
 def test_a_number_where_torch_expects_a_dtype_is_refused(tmp_path: Path) -> None:
@@ -927,7 +927,7 @@ def test_a_number_where_torch_expects_a_dtype_is_refused(tmp_path: Path) -> None
             return x.to(torch.float64)
 
     path = save(torch.export.export(Cast(), (ROWS,)), tmp_path / "cast.pt2")
-    assert cast(Tensor, open_artifact(path, "pt2")(ROWS)).dtype == torch.float64
+    assert cast("Tensor", open_artifact(path, "pt2")(ROWS)).dtype == torch.float64
     entries = _entries(path)
     doubled = entries[MODEL].replace(b'{"as_scalar_type": 8}', b'{"as_int": 255}')
     assert doubled != entries[MODEL]
@@ -978,7 +978,7 @@ def test_statistics_and_lengths_that_are_too_few_are_not_read_past_their_end(
     class Norm(nn.Module):
         def forward(self, x: Tensor, few: Tensor) -> Tensor:
             norm = torch.ops.aten._native_batch_norm_legit_no_training
-            return cast(Tensor, norm(x, few, few, few, few, 0.1, 1e-5)[0])
+            return cast("Tensor", norm(x, few, few, few, few, 0.1, 1e-5)[0])
 
     class Weight(nn.Module):
         def forward(self, x: Tensor, few: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from modelyard.serve.errors import Conflict, DefaultVersion, ModelNotFound, Vers
 
 def version(name: str, number: str) -> ModelVersion:
     """Make an entry of the table; the table never looks into what runs it."""
-    nothing = cast(Any, None)
+    nothing = cast("Any", None)
     return ModelVersion(
         name=name,
         version=number,

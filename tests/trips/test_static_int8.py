@@ -102,6 +102,7 @@ def test_weights_and_activations_are_of_eight_bits(exported: tuple[Path, Tensor,
     assert [each.domain for each in model.opset_import] == [""]
 
 
+@pytest.mark.nightly
 def test_a_handler_answers_as_the_checkpoint_and_the_archive_verifies(
     exported: tuple[Path, Tensor, Tensor], tmp_path: Path
 ) -> None:

@@ -60,7 +60,7 @@ def _embedding_node(module: fx.GraphModule, place: int) -> fx.Node:
         if node.target is torch.ops.aten.embedding.default
         and _origin(node.args[1]) is placeholders[place]
     ]
-    return cast(fx.Node, _the_one(found))
+    return cast("fx.Node", _the_one(found))
 
 
 def _origin(node: Any) -> Any:
@@ -142,7 +142,7 @@ def _script_origin(value: Any) -> str:
 
 def _script_function(name: str, graph: Any) -> Callable[..., Any]:
     torch._C._jit_pass_dce(graph)
-    return cast(Callable[..., Any], torch._C._create_function_from_graph(name, graph))
+    return cast("Callable[..., Any]", torch._C._create_function_from_graph(name, graph))
 
 
 # --- modules -------------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ def _embedding_module(module: nn.Module) -> nn.Module:
     if len(found) > 1:  # position and type tables follow the words' table, and are smaller
         most = max(each.num_embeddings for each in found)
         found = [each for each in found if each.num_embeddings == most]
-    return cast(nn.Module, _the_one(found))
+    return cast("nn.Module", _the_one(found))
 
 
 def cut_module(module: nn.Module, layer: nn.Module) -> Cut:
@@ -173,7 +173,7 @@ def cut_module(module: nn.Module, layer: nn.Module) -> Cut:
     def back(point: Tensor, *inputs: Tensor) -> Output:
         handle = layer.register_forward_hook(lambda _module, _inputs, _output: point.clone())
         try:
-            return cast(Output, module(*inputs))
+            return cast("Output", module(*inputs))
         finally:
             handle.remove()
 

@@ -228,7 +228,7 @@ def test_what_cannot_be_recorded_is_refused_unless_it_takes_something_away(
     """The disk is full: a file may have as many bytes as it has, and no more."""
     state = SimpleNamespace(root=tmp_path, models_file=tmp_path / "models.json")
     lifecycle = SimpleNamespace(policy=SimpleNamespace(state=state), registry=Registry())
-    audit = Audit(cast(Any, SimpleNamespace(lifecycle=lifecycle)))
+    audit = Audit(cast("Any", SimpleNamespace(lifecycle=lifecycle)))
     asyncio.run(audit.restore(lambda model, text: None))
     size = (tmp_path / "audit.jsonl").stat().st_size
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -3,6 +3,8 @@
 `serve run modelyard.plugins.cluster.ray:app model_store=…`
 """
 
+from __future__ import annotations
+
 import os
 from typing import Any
 

@@ -4,6 +4,8 @@ Ray places, watches, scales and replaces cells. The server inside keeps its queu
 and limits, and looks at tokens: nothing above it decides about a request.
 """
 
+from __future__ import annotations
+
 import asyncio
 import json
 import logging

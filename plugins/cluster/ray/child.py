@@ -5,6 +5,8 @@ standard input, events go as JSON lines to standard output; the log goes to stan
 Ray's log of the replica.
 """
 
+from __future__ import annotations
+
 import json
 import sys
 import threading

@@ -1,5 +1,7 @@
 """The server of a cell: started, watched and stopped by the replica, in a process of its own."""
 
+from __future__ import annotations
+
 import json
 import os
 import signal

@@ -4,6 +4,8 @@ They are scraped where a cluster is watched already, and carry the cell as `repl
 cell needs to be found.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 from typing import Any
 

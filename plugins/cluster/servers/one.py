@@ -4,6 +4,8 @@ It ends with its parent. What it needs comes as JSON on standard input, events g
 standard output.
 """
 
+from __future__ import annotations
+
 import json
 import sys
 from dataclasses import replace

@@ -4,6 +4,8 @@
 into a pool of its own: no generated code that only one version of protobuf takes.
 """
 
+from __future__ import annotations
+
 from functools import cache
 from pathlib import Path
 from typing import Any

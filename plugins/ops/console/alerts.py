@@ -1,5 +1,7 @@
 """Events that go out: a POST of JSON to one address, which nobody waits for."""
 
+from __future__ import annotations
+
 import asyncio
 import hashlib
 import hmac

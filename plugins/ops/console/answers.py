@@ -1,5 +1,7 @@
 """What a page shows of a model's answer: bounded, as text, in words that people read."""
 
+from __future__ import annotations
+
 import base64
 import json
 from collections.abc import Iterable, Mapping, Sequence

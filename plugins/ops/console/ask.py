@@ -1,5 +1,7 @@
 """A request of a page to a model, which waits in the model's queue as every client's does."""
 
+from __future__ import annotations
+
 import asyncio
 from dataclasses import dataclass
 from time import monotonic

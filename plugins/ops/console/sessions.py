@@ -4,6 +4,8 @@ The cookie is worth its token while it lasts, so it is kept as a hash, ends with
 told to nobody but the browser that has it.
 """
 
+from __future__ import annotations
+
 import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Sequence

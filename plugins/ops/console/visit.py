@@ -4,6 +4,8 @@ A page says which right it needs and how large a body it reads. `Console` checks
 body is read, so that no page can forget it.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field

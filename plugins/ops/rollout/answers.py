@@ -1,5 +1,7 @@
 """Two answers that are to be compared, and what comparing them finds."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -50,7 +52,7 @@ class Answer(NamedTuple):
     """Names in lower case."""
     body: Payload
 
-    def is_same(self, other: "Answer") -> bool:
+    def is_same(self, other: Answer) -> bool:
         """Return whether both say the very same, byte by byte, in the same form."""
         names = ("content-type", "content-encoding", LENGTH_HEADER)
         are_alike = all(self.headers.get(name) == other.headers.get(name) for name in names)

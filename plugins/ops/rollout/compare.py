@@ -11,6 +11,8 @@ A candidate runs its author's code: nothing that it answers makes this raise. It
 that `comparer` starts, which alone has numpy.
 """
 
+from __future__ import annotations
+
 import contextlib
 import csv
 import io
@@ -105,8 +107,8 @@ def compare(
 
 
 def _apart(
-    before: "_Document", after: "_Document", tolerance: Tolerance, scales: Scales | None
-) -> "Apart":
+    before: _Document, after: _Document, tolerance: Tolerance, scales: Scales | None
+) -> Apart:
     """Compare what two answers say."""
     tensors, others = (_read_tensors(each.value, each.tail) for each in (before, after))
     if tensors is not None and others is not None:
@@ -135,7 +137,7 @@ def _beside(document: dict[str, Any]) -> dict[str, Any]:
     return {**document, "outputs": outputs, "id": None, "model_version": None}
 
 
-def _learn(before: "_Document", scales: Scales) -> None:
+def _learn(before: _Document, scales: Scales) -> None:
     """Learn from an answer of the live version."""
     tensors = _read_tensors(before.value, before.tail)
     scales.see(before.value if tensors is None else None)

@@ -6,6 +6,8 @@ first two answers that are not the same bytes, and ends with the server. What co
 milliseconds goes to it as one frame.
 """
 
+from __future__ import annotations
+
 import asyncio
 import logging
 import math
@@ -178,10 +180,10 @@ def _frame(pairs: Sequence[Pair]) -> bytes:
     head = {
         "tolerances": [pair.tolerance for pair in pairs],
         "sides": [
-            (side.status, len(side.headers), len(cast(Payload, side.body))) for side in sides
+            (side.status, len(side.headers), len(cast("Payload", side.body))) for side in sides
         ],
     }
-    parts = [part for side in sides for part in (side.headers, cast(Payload, side.body))]
+    parts = [part for side in sides for part in (side.headers, cast("Payload", side.body))]
     return b"".join((orjson.dumps(head), b"\n", *parts))
 
 

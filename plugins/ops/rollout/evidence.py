@@ -10,6 +10,8 @@ Statist. Soc. B 86 (2024), section 4; to divide what is betted: H. Robbins, "Sta
 related to the law of the iterated logarithm", Ann. Math. Statist. 41 (1970).
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping
 from functools import lru_cache
@@ -67,7 +69,7 @@ class Bet:
         self._room = limit + 1 if is_above else limit - 1
         self._logs = [math.log(part) for _, part in STAKES]
 
-    def put(self, value: float, times: int = 1) -> "Bet":
+    def put(self, value: float, times: int = 1) -> Bet:
         """Take a value, so many times; return itself."""
         odds = (value - self._limit) / self._room
         self._logs = [log + times * math.log1p(stake * odds)

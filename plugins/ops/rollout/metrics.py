@@ -1,5 +1,7 @@
 """What is exposed of roll-outs (Prometheus)."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from modelyard.plugins.ops.rollout.record import Record

@@ -6,6 +6,8 @@ that only explain. What is compared is the mean share of each part; what is bet 
 them is farther off than the rule allows, over all requests, or over those of one predicted class.
 """
 
+from __future__ import annotations
+
 import asyncio
 import copy
 import math
@@ -191,7 +193,7 @@ class Explained:
                 return f"reasons are not compared: the reference of {name} is wrong: {error}"
         return compare_parts(self._limit, *self._references)
 
-    def offer(self, copied: "Copy", is_kept: bool) -> None:
+    def offer(self, copied: Copy, is_kept: bool) -> None:
         """Explain a copy for both versions, where a worker of each has nothing else to do.
 
         Args:

@@ -1,5 +1,7 @@
 """What an operator says of a roll-out when it starts, and what is remembered of it afterwards."""
 
+from __future__ import annotations
+
 import re
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -160,7 +162,7 @@ class Version:
     format: str
 
     @classmethod
-    def of(cls, model: ModelVersion) -> "Version":
+    def of(cls, model: ModelVersion) -> Version:
         """Return it of one that is registered."""
         artifact = str((model.manifest or {}).get("model", {}).get("serializedFile") or "")
         format = PurePath(artifact).suffix.removeprefix(".")
@@ -219,7 +221,7 @@ class Record:
         state, step = self.next
         return f"{self.plan.steps[step] * 100:.9g}%" if state is State.CANARY else state
 
-    def moved(self, state: State, step: int, why: str, before: str | None = None) -> "Record":
+    def moved(self, state: State, step: int, why: str, before: str | None = None) -> Record:
         """Return it in another state, with the event that led there."""
         record = replace(self, state=state, step=step, since=now())
         before = self.label if before is None else before
@@ -231,7 +233,7 @@ class Record:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, content: Any) -> "Record":
+    def from_json(cls, content: Any) -> Record:
         """Return what the state file holds.
 
         Raises:

@@ -1,5 +1,7 @@
 """The management API of roll-outs: `/models/{model}/rollout`."""
 
+from __future__ import annotations
+
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query

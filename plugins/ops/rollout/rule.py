@@ -11,6 +11,8 @@ Both versions are measured on the same requests. What the live version's answer 
 own second answer to a request is no fault of the candidate's.
 """
 
+from __future__ import annotations
+
 import math
 import random
 import re
@@ -385,7 +387,7 @@ class Way(NamedTuple):
         found = evidence.log_evidence(cells, self.limit, self.span, is_above)
         return self.limit < 1 and found >= -math.log(alpha * self.chance)
 
-    def with_floor(self, alpha: float) -> "Way":
+    def with_floor(self, alpha: float) -> Way:
         """Return it with the limit that its floor makes."""
         if self.floor is None or not self.cells[1]:
             return self

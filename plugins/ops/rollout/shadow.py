@@ -11,6 +11,8 @@ How often the live version's two answers differ is the noise that the candidate 
 Where the candidate's own two differ its answers depend on what else it is asked.
 """
 
+from __future__ import annotations
+
 import asyncio
 import random
 from collections import deque
@@ -75,9 +77,9 @@ class CopyBatch:
     """Whether the candidate runs them; else the live version."""
     since: float
     """When it was made, and then when it began to run."""
-    first: "CopyBatch | None" = None
+    first: CopyBatch | None = None
     """Batch that its only copy was in before; None where it is asked for the first time."""
-    then: "CopyBatch | None" = None
+    then: CopyBatch | None = None
     """What runs when it has ended."""
     worker: Worker = field(init=False)
     sinks: Sequence[asyncio.Future[Reply]] = ()
@@ -134,7 +136,7 @@ class Shadow:
     """
 
     def __init__(
-        self, live: ModelVersion, candidate: ModelVersion, share: float, findings: "Trial",
+        self, live: ModelVersion, candidate: ModelVersion, share: float, findings: Trial,
         is_own: bool = False,
     ) -> None:  # fmt: skip
         self._live = live
@@ -327,7 +329,7 @@ def _failure(error: BaseException) -> Reply:
 
 
 def _size(job: Call, reply: Reply) -> int:
-    return sum(map(len, job.parts)) + len(cast(Payload, reply.body))
+    return sum(map(len, job.parts)) + len(cast("Payload", reply.body))
 
 
 def _idle(pool: Pool) -> Iterator[Worker]:

@@ -4,6 +4,8 @@ Shares of failures and latencies are judged by the rule; here is what needs no s
 wait for them.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from time import monotonic
 

@@ -89,6 +89,7 @@ def test_a_table_fits_a_comment_and_an_archive_agrees_with_itself(folder: Path) 
     assert said.startswith("1 of 1 answers agree within 0.001; the largest difference is 0; none")
 
 
+@pytest.mark.nightly
 def test_what_cannot_be_compared_is_said(folder: Path, tmp_path: Path) -> None:
     old, new, absent = folder / "old.mar", folder / "new.mar", tmp_path / "absent.txt"
     for arguments, code, said in (

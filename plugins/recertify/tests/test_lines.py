@@ -87,7 +87,7 @@ WRONG: dict[str, Change] = {
     "a second one that differs": lambda stated: stated.append(stated[0] | {"verdict": "differs"}),
     "a second one that is broken": lambda stated: stated.append({}),
     "none": lambda stated: stated.clear(),
-    "not an object": lambda stated: cast(list[object], stated).insert(0, "yes"),
+    "not an object": lambda stated: cast("list[object]", stated).insert(0, "yes"),
 }
 HARMLESS: dict[str, Change] = {
     "as it is": lambda stated: None,

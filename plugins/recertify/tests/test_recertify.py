@@ -117,6 +117,7 @@ def test_what_nothing_runs_is_said_and_nothing_starts(digits_store: Path) -> Non
     assert (row.verdict, row.why) == ("untouched", "it holds pt2, which none of that runs")
 
 
+@pytest.mark.nightly
 def test_what_cannot_be_opened_or_run_is_not_called_the_same(lean: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken.mar"
     broken.write_bytes(b"no archive")

@@ -34,6 +34,7 @@ def outcomes(archive: Path, environments: Sequence[Environment]) -> list[Outcome
     return [row for rows in recertify([archive], environments) for row in rows]
 
 
+@pytest.mark.nightly
 def test_an_unknown_runtime_is_refused_with_those_there_are(digits_store: Path) -> None:
     ran = modelyard("recertify", str(digits_store / "onnx.mar"), "--runtime", "openwino")
 

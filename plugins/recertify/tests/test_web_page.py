@@ -72,6 +72,7 @@ def test_the_rule_of_a_page_takes_nothing_unknown_for_right() -> None:
     assert found == [expected for *_, expected in cases]
 
 
+@pytest.mark.nightly
 def test_an_archive_without_onnx_is_refused(digits_store: Path, tmp_path: Path) -> None:
     made("onnxruntime-web")
     page = tmp_path / "page.html"

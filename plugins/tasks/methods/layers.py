@@ -145,7 +145,7 @@ def _layer_node(module: fx.GraphModule, name: str) -> fx.Node:
     last = [node for node in inside if any(user not in inside for user in node.users)]
     if len(last) != 1 or not _is_real(last[0]):
         raise BadInput(f'layer "{name}" gives no single real-valued tensor; name one inside it')
-    return cast(fx.Node, last[0])
+    return cast("fx.Node", last[0])
 
 
 def _is_real(node: fx.Node) -> bool:

@@ -4,6 +4,8 @@ Format: `torch-workflow-archiver` 0.2.15; a zip with `WAR-INF/MANIFEST.json`, a 
 of models and of which node's answer goes to which, and a file of functions.
 """
 
+from __future__ import annotations
+
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any

@@ -365,6 +365,7 @@ def test_what_cannot_be_tuned_is_refused_with_what_to_do(
     assert (found, message in " ".join(said.split())) == (code, True), said
 
 
+@pytest.mark.nightly
 def test_the_best_setting_is_written_for_the_archive(store: Path, tmp_path: Path) -> None:
     command = on_one_core("patient", f"--model-store={store}", f"--input={tmp_path / 'ask'}")
     command += ["--connections=1", "--seconds=0.2", "--rounds=1", "--json"]

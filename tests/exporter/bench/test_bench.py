@@ -308,6 +308,7 @@ def _run(*arguments: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.nightly
 def test_the_command_prints_json_and_writes_the_page(folder: Path, tmp_path: Path) -> None:
     page = tmp_path / "bench.html"
     done = _run(

@@ -233,7 +233,7 @@ class Gan(lightning.LightningModule):
         return generated
 
     def training_step(self, batch: Batch, batch_idx: int) -> Any:
-        first, second = cast(list[LightningOptimizer], self.optimizers())
+        first, second = cast("list[LightningOptimizer]", self.optimizers())
         self.toggle_optimizer(first)
         loss = self.discriminator(self(batch[0])).mean()
         self.manual_backward(-loss)

@@ -52,7 +52,7 @@ class Served:
         )  # fmt: skip
         self.predict = metrics.kinds[0]
         self.now = 0.0
-        self.watch = Watch(cast(Any, [self.model]))
+        self.watch = Watch(cast("Any", [self.model]))
         self.events = Events(lambda: self.now)
         self.watch.on_reading = self.events.look
 
@@ -141,10 +141,10 @@ def test_a_version_without_workers_that_start_says_why(served: Served) -> None:
 
 def test_versions_that_come_before_the_start_is_over_are_one_event() -> None:
     served = Served()
-    served.events.changed(cast(Any, served.model), True)
+    served.events.changed(cast("Any", served.model), True)
     served.events.open("; the one before died")
-    served.events.changed(cast(Any, served.model), True)
-    served.events.changed(cast(Any, served.model), False)
+    served.events.changed(cast("Any", served.model), True)
+    served.events.changed(cast("Any", served.model), False)
     served.events.told({"kind": "promoted", "model": "m", "version": "1", "text": "t",
                         "page": "/rollout"})  # fmt: skip
     served.events.told({"kind": "not registered", "model": "x.mar", "version": "", "text": "t"})

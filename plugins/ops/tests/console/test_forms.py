@@ -18,7 +18,7 @@ def form(handler: str, inputs: Any = None, features: object = None) -> Form:
         "signature": {"inputs": inputs, "outputs": [], "dims": {"batch": {"min": 1, "max": 8}}}
     }  # fmt: skip
     manifest = {"model": {"handler": handler}, "modelyard": seal}
-    return form_of(cast(ModelVersion, SimpleNamespace(manifest=manifest)), features)
+    return form_of(cast("ModelVersion", SimpleNamespace(manifest=manifest)), features)
 
 
 def test_a_picture_is_chosen_from_the_disk_or_written_as_json() -> None:

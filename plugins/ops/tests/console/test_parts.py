@@ -236,7 +236,7 @@ class Served:
 
 def test_a_reading_is_the_difference_of_two_seconds() -> None:
     served, key = Served(), ("m", "1")
-    watch = Watch(cast(Any, served))
+    watch = Watch(cast("Any", served))
 
     deque(watch._read(0, 0), 0)
     for second in range(1, 4):
@@ -261,7 +261,7 @@ def test_a_reading_is_the_difference_of_two_seconds() -> None:
 
 def test_an_hour_is_remembered_whether_or_not_somebody_looks_and_no_more() -> None:
     served, key = Served(), ("m", "1")
-    watch = Watch(cast(Any, served))
+    watch = Watch(cast("Any", served))
     for second in range(3 * (WINDOW + POINTS * RECENT) // 2):
         served.predict.answered(200, 0.004)
         deque(watch._read(second, second), 0)
@@ -278,7 +278,7 @@ def test_an_hour_is_remembered_whether_or_not_somebody_looks_and_no_more() -> No
 
 def test_what_is_remembered_is_bounded_and_busy_versions_go_before_idle_ones() -> None:
     served = Served()
-    watch = Watch(cast(Any, served))
+    watch = Watch(cast("Any", served))
     idle = [SimpleNamespace(**vars(served.model)) for _ in range(MOST_REMEMBERED)]
     for at, each in enumerate(idle):
         each.name, each.metrics = f"idle-{at}", VersionMetrics(Metrics(), f"idle-{at}", "1")

@@ -117,6 +117,7 @@ def check(server: LiveServer, names: list[str]) -> None:
     assert (misses, alarms) == ([], []), table
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(120)
 def test_what_is_wrong_only_beside_others_or_for_clients_is_refused(
     server: LiveServer,

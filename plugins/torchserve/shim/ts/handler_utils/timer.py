@@ -27,7 +27,7 @@ def timed(func: Method) -> Method:
         context.metrics.add_time(f"ts_handler_{func.__name__}", (_now() - begin) * 1000)
         return result
 
-    return cast(Method, wrap)
+    return cast("Method", wrap)
 
 
 def _now() -> float:

@@ -74,7 +74,7 @@ class BaseHandler(ABC):  # noqa: B024  authors ask isinstance(…, ABC)
         self.map_location, self.device = _choose_device(properties.get("gpu_id"))
         self.manifest = context.manifest
         entries = (self.manifest or {}).get("model", {})
-        folder = cast(str, properties.get("model_dir"))
+        folder = cast("str", properties.get("model_dir"))
         artifact = entries.get("serializedFile")
         self.model_pt_path = os.path.join(folder, artifact) if artifact else None  # noqa: PTH118
         self.model = self._load_model(folder, entries.get("modelFile"))
@@ -100,7 +100,7 @@ class BaseHandler(ABC):  # noqa: B024  authors ask isinstance(…, ABC)
     @timed
     def postprocess(self, data: Any) -> list[Any]:
         """Turn the output into one answer per request."""
-        return cast(list[Any], data.tolist())
+        return cast("list[Any]", data.tolist())
 
     def handle(self, data: Any, context: Context) -> list[Any]:
         """Answer a batch: predict, explain or describe, as the first request's headers say."""
@@ -129,7 +129,7 @@ class BaseHandler(ABC):  # noqa: B024  authors ask isinstance(…, ABC)
         else:
             output = predict(data)
         context.metrics.add_time("HandlerTime", round((time.perf_counter() - begin) * 1000, 2))
-        return cast(list[Any], output)
+        return cast("list[Any]", output)
 
     def explain_handle(self, data_preprocess: Any, raw_data: Sequence[Any]) -> Any:
         """Answer a batch of explanations with `get_insights`, which subclasses have.
@@ -143,7 +143,7 @@ class BaseHandler(ABC):  # noqa: B024  authors ask isinstance(…, ABC)
         inputs = first.get("data") or first.get("body") if isinstance(first, Mapping) else None
         targets = [_target(row) for row in raw_data]
         target = targets[0] if all(other == targets[0] for other in targets) else targets
-        return cast(Any, self).get_insights(data_preprocess, inputs, target)
+        return cast("Any", self).get_insights(data_preprocess, inputs, target)
 
     def describe_handle(self) -> Any:
         """Return what `GET /models/{name}?customized=true` adds to the model's description."""
@@ -187,9 +187,9 @@ class BaseHandler(ABC):  # noqa: B024  authors ask isinstance(…, ABC)
         if suffix == ".pt":
             return self._share_weights(self._load_torchscript_model(path)).eval()
         if suffix == ".onnx":
-            return open_session(Path(cast(str, path)), torch.device(self.device), share=True)
+            return open_session(Path(cast("str", path)), torch.device(self.device), share=True)
         if suffix == ".pt2":
-            return _open_package(Path(cast(str, path)), self.device)
+            return _open_package(Path(cast("str", path)), self.device)
         if suffix == ".so" and self._use_torch_export_aot_compile():
             return self._load_torch_export_aot_compile(path)
         raise RuntimeError(

@@ -50,4 +50,4 @@ class VisionHandler(BaseHandler):
     def get_insights(self, tensor_data: Tensor, _: Any, target: Any = 0) -> list[Any]:
         """Attribute the target's output to the input values: 15 steps from all zeros."""
         attributions = self.ig.attribute(tensor_data, target=target, n_steps=15)
-        return cast(list[Any], attributions.tolist())
+        return cast("list[Any]", attributions.tolist())
