@@ -336,6 +336,7 @@ def test_json_is_the_default_and_wins_over_accept_when_it_is_asked_for(
         assert answer.json()["target"] == 7
 
 
+@pytest.mark.nightly
 @FURTHER
 def test_the_command_line_explains(server: LiveServer, tmp_path: Path) -> None:
     where = f"--state-dir={server.state_dir}"

@@ -57,6 +57,7 @@ def test_the_first_release_of_python_3_13_is_named(monkeypatch: pytest.MonkeyPat
 # -- packages ----------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_a_library_that_ends_its_process_is_named_and_the_others_are_still_tried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -91,6 +91,7 @@ def post(server: LiveServer, model: str, row: object, outcome: str = "explained"
     poll(is_counted, f"a prediction is {outcome}")
 
 
+@pytest.mark.nightly
 def test_a_feature_that_begins_to_leak_the_label_is_seen(server: LiveServer) -> None:
     for part, mean in {"age": 1 / 3, "debts": 2 / 3, "letters": 0.0}.items():
         found = server.metric("modelyard_attribution_reference", model="loans", part=part)

@@ -161,6 +161,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.nightly
 def test_rows_of_the_reference_are_packed_by_consent(files: Path) -> None:
     path = files / "store" / "table.mar"
     with zipfile.ZipFile(path) as zipped:
@@ -182,6 +183,7 @@ def _better(stated: dict[str, Any]) -> None:
     agreement["value"] -= 0.2
 
 
+@pytest.mark.nightly
 def test_an_edited_certificate_is_a_difference(files: Path) -> None:
     edited = sealed_anew(files / "store" / "table.mar", _better)
     command = [sys.executable, "-P", "-m", "modelyard", "verify", str(edited)]

@@ -204,6 +204,7 @@ def test_a_plan_names_cells_cores_and_times(run: Run) -> None:
     assert all(each["p99_ms"] <= 100 and each["tried"] is None for each in found["models"])
 
 
+@pytest.mark.nightly
 def test_a_cell_is_tried_under_its_part_of_the_load(run: Run, tmp_path: Path) -> None:
     (tmp_path / "hello.bin").write_text("hello")
     examples = [f'{tmp_path}/hello.bin="fine: hello"']

@@ -158,6 +158,7 @@ def test_an_archive_without_a_seal_is_taken_but_not_verified(tmp_path: Path) -> 
     assert found == {"verify": False, "inspect": True, "export": True, "worker": True}
 
 
+@pytest.mark.nightly
 def test_no_certificate_is_written_for_weights_that_the_seal_does_not_name(tmp_path: Path) -> None:
     archive = sealed(tmp_path)
     code, output = exported(archive, tmp_path)

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import httpx
+import pytest
 
 from tests.archiver.test_proven import SAID, aged
 from tests.serve.live import LiveServer, running
@@ -24,6 +25,7 @@ def test_the_cookie_is_for_tls_only_under_tls(server: LiveServer, folder: Path) 
     assert answer.status_code == 303 and answer.headers["set-cookie"].endswith("; Secure")
 
 
+@pytest.mark.nightly
 def test_an_archive_that_was_proven_on_other_versions_says_so(
     aged: Path, digits_store: Path, tmp_path: Path
 ) -> None:
