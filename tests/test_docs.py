@@ -44,7 +44,7 @@ PORTS = {
 }
 GRPC_PORTS = ("7070", "7071")
 """Of `config.properties`."""
-DAILY = ("http", "CONTRIBUTING", "breadth")
+DAILY = ("CONTRIBUTING", "breadth")
 """Pages whose commands run beside the README's in `make test`; the others' in `make nightly`."""
 needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="the docs' commands use curl")
 

@@ -23,6 +23,8 @@ from benchmarks.floods import (
     text,
 )
 
+pytestmark = pytest.mark.nightly
+
 BY = 2
 """Factor over what is promised for a quiet machine."""
 OWN_MS = 50

@@ -6,6 +6,8 @@ import pytest
 
 from benchmarks.many import Taken, tabulate
 
+pytestmark = pytest.mark.nightly
+
 ONE = Taken(1, 1.5, 2.5, 50, 300, 200, 0.3, 0.2, 0.5)
 MANY = Taken(20, 9.0, 8, 60, 300 + 19 * 60, 200 + 19 * 25, 0.3, 0.3, 0.5)
 

@@ -23,6 +23,8 @@ from benchmarks.open_loop import (
 )
 from benchmarks.open_loop import Outcome as Request
 
+pytestmark = pytest.mark.nightly
+
 HEAD, CHUNKS = b"HTTP/1.1 200 OK\r\n%b\r\n\r\n", b"2\r\nok\r\n0\r\n\r\n"
 Answer = Callable[[int], Awaitable[bytes | None]]
 needs_compiler = pytest.mark.skipif(not has_compiler(), reason="there is no C compiler")

@@ -17,6 +17,8 @@ from benchmarks.archives import ROOT
 from benchmarks.open_loop import Figures, Percentiles, has_compiler
 from benchmarks.overload import WIDTH, Cell, Run, lines, tabulate
 
+pytestmark = pytest.mark.nightly
+
 TIMEOUT_S = 240
 NO_TIME, SHORT = Percentiles(0, 0, 0), Percentiles(1, 4, 6)
 

@@ -13,6 +13,8 @@ from benchmarks import procfs
 from benchmarks.soak_load import is_same
 from benchmarks.soak_report import Sample, Soak, draw, slope, table, trends
 
+pytestmark = pytest.mark.nightly
+
 ROOT = Path(__file__).parent.parent.parent
 STILL = Sample(0, 60, 50, 30, 5, 400, 300, 20, 3, 4, 1000, 1.0, 5.0)
 NONE_LOST = {"sent": 10, "answered": 10, "failed": 0, "lost": 0}
