@@ -1,10 +1,6 @@
-import pytest
-
 """What is said of what runs beside predictions."""
 
 from benchmarks.beside import Half, tabulate
-
-pytestmark = pytest.mark.nightly
 
 
 def test_a_pairs_change_is_held_against_the_goal_and_misses_are_kept() -> None:

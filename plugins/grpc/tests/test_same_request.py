@@ -264,6 +264,7 @@ def test_rows_of_a_request_are_counted_as_rows(server: LiveServer) -> None:
         assert size() == (before[0] + 1, before[1] + 5)
 
 
+@pytest.mark.nightly
 def test_under_a_flood_a_time_is_refused_or_taken_alike(
     server: LiveServer, threads: ThreadPoolExecutor
 ) -> None:
