@@ -17,7 +17,6 @@ from modelyard.archiver.errors import ArchiveError, NotTrusted
 from modelyard.archiver.proven import find_unproven
 from modelyard.archiver.signing import (
     find_signer,
-    generate_keys,
     read_signing_key,
     read_trusted_keys,
 )
@@ -29,7 +28,11 @@ from modelyard.plugins.recertify.certify import Row
 from tests.adversary import gallery
 from tests.archiver.test_proven import age
 from tests.archiver.test_replay import rewrite
+from tests.archiver.test_signing import keys
 from tests.serve.live import modelyard, running, start_arguments
+
+__all__ = ["keys"]
+"""A fixture."""
 
 HERE = version("onnxruntime")
 REPORT = "digits.onnx.report.json"
@@ -151,17 +154,6 @@ def test_what_did_not_run_or_beside_other_versions_gives_no_line(aged: Path) -> 
     rows = [row(aged, verdict="not run"), row(aged, verdict="untouched"), row(aged, note="other")]
 
     assert not list(lines.writable(rows))
-
-
-@pytest.fixture
-def keys(tmp_path: Path) -> Path:
-    folder = tmp_path / "keys"
-    folder.mkdir()
-    for name in ("release", "other"):
-        private, public = generate_keys()
-        (folder / f"{name}.key").write_bytes(private)
-        (folder / f"{name}.pub").write_bytes(public)
-    return folder
 
 
 @pytest.fixture
