@@ -1,6 +1,6 @@
 """What a setting costs: the digits model with and without it, in turns.
 
-    python -m benchmarks.costs [--seconds 5] [--rounds 3] ['batchInvariant' 'incidents' 'incidents and inputs']
+    python -m benchmarks.costs [--seconds 5] [--rounds 3] [batchInvariant | incidents | ...]
 
 Prints answers per second, the median latency and the CPU time per answer of one worker, at 1, 8 and
 64 connections; of the latency also with over without, the median of the rounds' pairs.
