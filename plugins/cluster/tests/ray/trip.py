@@ -24,7 +24,7 @@ URL = "http://127.0.0.1:8000"
 TOKEN = "a-token-that-all-cells-know-by-its-hash"
 BIN = Path(sys.executable).parent
 PAUSE_S = 0.02
-"""Between two requests of a client: what is asked is whether one is lost, not how many there are."""
+"""Between two requests of a client: the question is whether one is lost, not how many there are."""
 
 
 def say(*words: object) -> None:
