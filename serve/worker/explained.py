@@ -14,7 +14,7 @@ from modelyard.base.plugins import registered
 from modelyard.handlers.errors import BadInput, NotMeasured
 from modelyard.handlers.explain.attribute.attribution import Tensors
 from modelyard.handlers.explain.attribute.method import AskedRequest
-from modelyard.handlers.explain.explainer import as_tuple
+from modelyard.handlers.models.backends import as_tuple
 from modelyard.serve.dataplane import wire
 from modelyard.serve.worker import codec
 from modelyard.serve.worker.golden import value_of

@@ -11,8 +11,12 @@ from torch import Tensor, nn
 from modelyard.archiver.signature import Dim, Size, TensorSpec
 from modelyard.base import explain_words
 from modelyard.handlers import BadInput, NoGradients, TwinDiffers
-from modelyard.handlers.explain.attribute.attribution import ForwardFunction
-from modelyard.handlers.explain.attribute.memory import MOST_ROWS, free_bytes, gradient_rows
+from modelyard.handlers.explain.attribute.attribution import (
+    MOST_ROWS,
+    ForwardFunction,
+    free_bytes,
+    gradient_rows,
+)
 from modelyard.handlers.explain.attribute.methods import METHODS
 from modelyard.handlers.explain.explanation import Explanation, explain_batch
 from modelyard.handlers.explain.request.options import parse_options
