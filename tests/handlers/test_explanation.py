@@ -195,6 +195,13 @@ def test_quantised_artifact_may_be_further_off_its_twin() -> None:
         explain(other, X[:1], {})
 
 
+def test_requests_that_share_no_pass_are_explained_beside_their_own_prediction() -> None:
+    model = subject(artifact(lambda x: x**2))
+    queries = {"method": "occlusion", "target": "0"}, {"target": "0"}
+    for (each,), row in zip(explain(model, X, *queries), X, strict=True):
+        assert each.f_served == each.f_input == float(row[0] ** 2)
+
+
 @FURTHER
 def test_requests_that_share_passes_differ_in_what_they_are_told() -> None:
     model = subject(artifact(lambda x: x**2))
