@@ -52,10 +52,11 @@ def plan_start(settings: Settings) -> StartPlan:
     allocator = sizing.StartupAllocator(machine, len(specs))
     for spec in specs:
         with open_archive(policy.find(spec.location)) as archive:
-            name, config, unproven = admit(archive, spec, policy)
+            found = admit(archive, spec, policy)
+            name, config = found.name, found.config
             allocator.claim(name, archive.manifest.model_version, spec.location)
-        if unproven and unproven.reason == "versions":
-            warnings.append(f"{name}: {unproven.text}")
+        if found.unproven and found.unproven.reason == "versions":
+            warnings.append(f"{name}: {found.unproven.text}")
         version, file = archive.manifest.model_version, archive.path.name
         read.append(partial(PlannedModel, name, version, file, config))
         requests.append(policy.request(spec, config, name))

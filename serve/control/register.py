@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 
 from modelyard.archiver import Archive, ArchiveError, open_archive
 from modelyard.serve.control import sizing
-from modelyard.serve.control.build import Builder, admit, expose
+from modelyard.serve.control.build import Admitted, Builder, admit, expose
 from modelyard.serve.control.demand import Demand
 from modelyard.serve.control.model_config import ModelSpec, Options
 from modelyard.serve.control.registry import ModelVersion, Registry
@@ -122,7 +122,8 @@ class Lifecycle:
             with archive:
                 if check is not None:
                     check(archive)
-                return await self._add(archive, is_fetched, spec, allocator, waits, saves)
+                admitted = await asyncio.to_thread(admit, archive, spec, self.policy, is_fetched)
+                return await self._add(admitted, allocator, waits, saves)
         except BaseException as error:
             if isinstance(error, ArchiveError | ServeError):
                 self.registry.tell("not registered", spec.name or spec.shown, "", str(error))
@@ -135,27 +136,23 @@ class Lifecycle:
 
     async def _add(
         self,
-        archive: Archive,
-        is_fetched: bool,
-        spec: ModelSpec,
+        admitted: Admitted,
         allocator: sizing.StartupAllocator | None,
         waits: bool,
         saves: bool,
     ) -> ModelVersion:
-        name, config, unproven = await asyncio.to_thread(admit, archive, spec, self.policy)
+        spec, config, name = admitted.spec, admitted.config, admitted.name
+        version = admitted.archive.manifest.model_version
         if allocator and self.policy.is_strict:
-            allocator.claim(name, archive.manifest.model_version, spec.shown)
+            allocator.claim(name, version, spec.shown)
         share = allocator.allocate if allocator else partial(self._beside, name)
         size = await self.policy.size(spec, config, name, share)
-        config = replace(config, threads=size.threads)
+        admitted = replace(admitted, config=replace(config, threads=size.threads))
         async with self._counted(name, size.total_threads), self._lock(name):
-            self.registry.refuse_duplicate(name, archive.manifest.model_version)
-            async with self._builder.build(archive, name, spec, config, is_fetched) as model:
+            self.registry.refuse_duplicate(name, version)
+            async with self._builder.build(admitted) as model:
                 if self._demand is not None:
                     self._demand.watch(model)
-                if unproven:
-                    model.unproven = unproven
-                    model.metrics.doubt(unproven.reason)
                 try:
                     async with self._starting(model.pool):
                         if self._demand is None or config.is_pinned or (waits and not allocator):
@@ -195,15 +192,14 @@ class Lifecycle:
         spec = ModelSpec(model.file, model.name, options=model.options)
         archive = await asyncio.to_thread(open_archive, file)
         with archive:
-            name, config, _ = await asyncio.to_thread(admit, archive, spec, self.policy)
-            config = replace(config, threads=model.config.threads)
-            async with self._lock(name):
+            admitted = await asyncio.to_thread(admit, archive, spec, self.policy)
+            config = replace(admitted.config, threads=model.config.threads)
+            async with self._lock(model.name):
                 self.registry.refuse_gone(model)
                 self.registry.refuse_held(model)
-                building = self._builder.build(archive, name, spec, config, metrics=model.metrics)
-                async with building as fresh:
+                admitted = replace(admitted, config=config, unproven=model.unproven)
+                async with self._builder.build(admitted, model.metrics) as fresh:
                     fresh.file, fresh.url, fresh.digest = model.file, model.url, model.digest
-                    fresh.unproven = model.unproven
                     if self._demand is not None:
                         self._demand.watch(fresh)
                     async with self._starting(fresh.pool):
