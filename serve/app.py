@@ -1,7 +1,5 @@
 """Builds and connects the objects of a server."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence

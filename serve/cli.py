@@ -1,7 +1,5 @@
 """The commands `modelyard serve start | stop | status | token`."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import os
@@ -66,7 +64,7 @@ def known_errors() -> Iterator[None]:
         raise typer.Exit(exit_code(error)) from error
 
 
-def state_folder(state_dir: Path | None) -> StateDir:
+def state_folder(state_dir: Path | None) -> "StateDir":
     """Return the state folder that is meant: the one named, else the one of the settings."""
     # Here, as in every command: `--help` does not wait for what it does not use.
     from modelyard.serve.control.state import StateDir
@@ -203,7 +201,7 @@ start.__signature__ = inspect.Signature(list(_start_parameters()))  # type: igno
 serve_app.command()(start)
 
 
-def _print_plan(settings: Settings, json_output: bool) -> None:
+def _print_plan(settings: "Settings", json_output: bool) -> None:
     from modelyard.serve.explain_plan import explain, plan_start, plan_table
 
     plan = plan_start(settings)
@@ -216,7 +214,7 @@ def _print_plan(settings: Settings, json_output: bool) -> None:
         err.print(f"[yellow]warning:[/yellow] {escape(warning)}")
 
 
-def run_attached(settings: Settings, policy: Callable[[Settings], Policy] | None = None) -> int:
+def run_attached(settings: "Settings", policy: "Callable[[Settings], Policy] | None" = None) -> int:
     """Run a server in this process until it is told to stop; return its exit code.
 
     Args:

@@ -44,8 +44,6 @@ ServeError
     └── WrongUsage        an option or a setting means nothing, whatever files and servers hold
 """
 
-from __future__ import annotations
-
 import errno
 import re
 

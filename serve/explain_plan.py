@@ -1,7 +1,5 @@
 """What a start would start, for people and as data: `modelyard serve start --explain-plan`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """The logs of a server: its own, in which nobody's words look like a line of ours; requests."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -4,8 +4,6 @@ The C library keeps what is freed between blocks that are still used, too: after
 of 10 MB the server process holds tens of megabytes that nothing of it uses.
 """
 
-from __future__ import annotations
-
 import asyncio
 import resource
 from pathlib import Path

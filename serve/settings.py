@@ -1,7 +1,5 @@
 """A server's settings: defaults < configuration file < environment < command line."""
 
-from __future__ import annotations
-
 import ipaddress
 import os
 import re

@@ -4,8 +4,6 @@ Requests for the calls in it never come to FastAPI: `Calls` takes them before ro
 here only describe, and let other methods be 405.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Awaitable, Callable
 from functools import partial

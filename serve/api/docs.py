@@ -4,8 +4,6 @@ Every address in it is relative, so that a browser asks the port, the host and t
 it came, whatever stands in between.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from html import escape
 from importlib.resources import files

@@ -5,8 +5,6 @@ has come, the body submits it, and whoever has the reply writes the answer. It c
 machinery (1.5 µs instead of 80): `Application` takes it before routing.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """FastAPI's routes behind an `Application`: everything that is not a call."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping

@@ -5,8 +5,6 @@ name stands in the paths, and the schemas are those of its handler and signature
 can be generated.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 from urllib.parse import quote

@@ -1,7 +1,5 @@
 """An archive → a model version: its folder, pools, queues and what its workers start with."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -5,8 +5,6 @@ then it lies in a hidden folder. A cache names archives by their digest, and a l
 process of a machine fetch it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import fcntl

@@ -1,7 +1,5 @@
 """The archive's model-config.yaml, the caller and the server's settings → how a version is run."""
 
-from __future__ import annotations
-
 import logging
 import math
 import re
@@ -180,7 +178,7 @@ def load_model_config(
 
 
 def extensions(
-    values: Values, archive: Archive, settings: Settings, options: Options
+    values: "Values", archive: Archive, settings: Settings, options: Options
 ) -> dict[str, Any]:
     """Return the fields of a configuration whose keys are ours, in every dialect.
 
@@ -271,7 +269,7 @@ class Values:
     @classmethod
     def of(
         cls, archive: Archive, settings: Settings, name: str | None, is_lenient: bool = False
-    ) -> Values:
+    ) -> "Values":
         """Read the archive's file, and what the settings say of a model of this name.
 
         Raises:

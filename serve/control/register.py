@@ -1,7 +1,5 @@
 """Register, scale and remove model versions: at the start of a server, and while it runs."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc

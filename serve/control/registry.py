@@ -1,7 +1,5 @@
 """Model name → versions → state. A table without I/O; the only owner of the default version."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,7 +20,7 @@ from modelyard.serve.errors import Conflict, DefaultVersion, ModelNotFound, Vers
 class Split(Protocol):
     """What sends the requests for one model that name no version to one of two."""
 
-    def choose(self, id: str, headers: Iterable[tuple[bytes, bytes]]) -> ModelVersion:
+    def choose(self, id: str, headers: Iterable[tuple[bytes, bytes]]) -> "ModelVersion":
         """Return the version that answers a request of this id and these headers."""
 
 

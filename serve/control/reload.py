@@ -5,8 +5,6 @@ is written anew with it, its workers load and answer the golden requests, and th
 place of the old. Where one of these fails, the old ones go on.
 """
 
-from __future__ import annotations
-
 import asyncio
 import filecmp
 import logging

@@ -4,8 +4,6 @@ As the Open Inference Protocol has it. Changes are off unless the settings allow
 reach them where they infer.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from modelyard.archiver.untrusted.names import check_name

@@ -1,7 +1,5 @@
 """The walls around the workers of each model version: planned when it is built, gone with it."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

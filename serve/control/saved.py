@@ -1,7 +1,5 @@
 """What a server serves, in its state folder: read at the start, written at each change."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging
@@ -65,7 +63,7 @@ def _read(state: StateDir, is_trial: bool) -> tuple[list[ModelSpec], dict[str, A
     return [], {}
 
 
-def describe_models(registry: Registry) -> dict[str, Any]:
+def describe_models(registry: "Registry") -> dict[str, Any]:
     """Return what the file is to hold of a registry as it is now."""
     models = [
         {

@@ -4,8 +4,6 @@ Every redirect is vetted as the first URL was, and the connection goes to an add
 vetted. Proxies of the environment are not used for HTTP and registries.
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 import contextlib

@@ -8,8 +8,6 @@ Nothing waits in vain: a job is refused at once when its answer is not to be exp
 leaves the queue when its client does.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import Sequence

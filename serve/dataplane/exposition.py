@@ -5,8 +5,6 @@ added to a counter's name, no `_created` series stands beside it, and every list
 a comma.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence

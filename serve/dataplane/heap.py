@@ -4,8 +4,6 @@ glibc gives every block above some size to the system as soon as it is freed, an
 page by page, for the next one: bodies of 602 KB spend 40 % of a request's time on that.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 Threads write them: neither a slow disk nor a reader that has stopped holds up whoever logs.
 """
 
-from __future__ import annotations
-
 import asyncio
 import atexit
 import contextlib

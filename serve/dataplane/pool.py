@@ -1,7 +1,5 @@
 """Restart, scale and feed the workers of one model version."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import logging

@@ -6,8 +6,6 @@ process's own child, so that it is watched, and ends, as any other: the fork ser
 a worker noticing.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -236,7 +234,7 @@ class Preload:
     """Keys of what it imports once nobody waits for a worker: what those that explain will need."""
 
     @property
-    def whole(self) -> Preload:
+    def whole(self) -> "Preload":
         """What is imported before workers are forked that explain, too."""
         return Preload((*self.modules, *self.later), self.own)
 

@@ -4,8 +4,6 @@ Whether a request is traced is decided here, before OpenTelemetry does anything:
 four spans 400 with their export. Spans of waiting and of workers are made after the answer.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import re
@@ -139,7 +137,7 @@ class Batch:
 
     worker_pid: int
     size: int
-    traces: list[Trace] = field(default_factory=list)
+    traces: "list[Trace]" = field(default_factory=list)
     """Those of its requests that are traced."""
 
 
@@ -153,7 +151,7 @@ class Trace:
         describe: description of the request's protocol.
     """
 
-    def __init__(self, tracer: Tracer, span: Span, began_at: float, describe: Describe) -> None:
+    def __init__(self, tracer: "Tracer", span: "Span", began_at: float, describe: Describe) -> None:
         self._tracer = tracer
         self._span = span
         self._describe = describe
@@ -229,7 +227,7 @@ class Trace:
         began_at: float,
         ended_at: float,
         attributes: Attributes | None = None,
-        links: Sequence[SpanContext] = (),
+        links: "Sequence[SpanContext]" = (),
     ) -> None:
         from opentelemetry.trace import Link, set_span_in_context
 
@@ -258,7 +256,7 @@ class Tracing:
         sampling: which requests it is given.
     """
 
-    def __init__(self, provider: TracerProvider, sampling: Sampling) -> None:
+    def __init__(self, provider: "TracerProvider", sampling: Sampling) -> None:
         self._provider = provider
         self._sampling = sampling
         self._tracer = provider.get_tracer("modelyard", version("modelyard"))

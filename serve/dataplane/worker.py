@@ -5,8 +5,6 @@ else could open, and its end of file is the worker's death. Async ends here; in 
 blocking code.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging
@@ -194,7 +192,7 @@ class WorkerPlan:
 class Worker(asyncio.BufferedProtocol):
     """One worker process and the server's end of its socket."""
 
-    def __init__(self, pool: Pool, number: int, id: int) -> None:
+    def __init__(self, pool: "Pool", number: int, id: int) -> None:
         self.started_at = datetime.now(UTC)
         self._pool = pool
         self.plan = pool.plan

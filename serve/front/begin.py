@@ -6,8 +6,6 @@ Faces only translate: HTTP's requests and gRPC's calls hand over a `CallReply`, 
 answer goes, and get a `Call`, to which they give the body. So all are admitted and refused alike.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import math
@@ -142,7 +140,7 @@ class Front:
 
     def begin(
         self,
-        reply: CallReply,
+        reply: "CallReply",
         *,
         timeout_s: float = math.inf,
         waited_s: float = 0.0,

@@ -4,8 +4,6 @@ Python's logging would cost a request 14 µs. Here a line is made at once, and m
 together.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging
@@ -48,7 +46,7 @@ class AccessLog:
         self._lines: list[bytes] = []
         self._size = 0
 
-    def __call__(self, answered: Answered) -> None:
+    def __call__(self, answered: "Answered") -> None:
         """Take one answer."""
         line = self._form(answered, time.time())
         self._lines.append(line)
@@ -103,7 +101,7 @@ def text_form() -> Form:
     """Return what makes lines for people: time, client, request, status, bytes, seconds."""
     clock = Clock()
 
-    def form(answered: Answered, now: float) -> bytes:
+    def form(answered: "Answered", now: float) -> bytes:
         client, method, target, status, seconds, id, size, served, trace_id, outcome = answered
         host = f"{client[0]}:{client[1]}" if client else "unix"
         model = "/".join(served) if served else "-"
@@ -124,7 +122,7 @@ def json_form() -> Form:
     clock = Clock()
     common = json.dumps({**service(), "log.level": "info", "log.logger": "modelyard.access"})[1:-1]
 
-    def form(answered: Answered, now: float) -> bytes:
+    def form(answered: "Answered", now: float) -> bytes:
         client, method, target, status, seconds, id, size, served, trace_id, outcome = answered
         path = _path(target)
         said = (

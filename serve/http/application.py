@@ -6,8 +6,6 @@ What differs between dialects is handed in: the token check, the form of answers
 requests are calls, and what answers the others.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging
@@ -184,7 +182,7 @@ class Answers:
 
     def send(
         self, cycle: RequestResponseCycle, status: int, headers: Fields,
-        body: Payload | Stream | Events,
+        body: "Payload | Stream | Events",
     ) -> None:  # fmt: skip
         """Send an answer: in one piece, or by a task where that cannot be done.
 

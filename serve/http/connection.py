@@ -6,8 +6,6 @@ Nothing is timed on the way of a request: the listener asks each connection now 
 `check`, whether its client is too slow.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import socket
@@ -139,13 +137,13 @@ class Pace:
 class Accepts(Protocol):
     """What answers requests: an application, or several on one port."""
 
-    def accept(self, cycle: RequestResponseCycle) -> None:
+    def accept(self, cycle: "RequestResponseCycle") -> None:
         """Begin to answer a request, whose head is there and whose body may come later.
 
         It raises nothing. The answer comes now or later, by `send_whole` or from a task (`run`).
         """
 
-    def refuse(self, error: Exception, cycle: RequestResponseCycle | None) -> Answer:
+    def refuse(self, error: Exception, cycle: "RequestResponseCycle | None") -> Answer:
         """Return the last answer on a connection, to what is not a request, or to its body."""
 
 
@@ -222,7 +220,7 @@ class RequestResponseCycle:
     _missing = 0
     """Bytes of the answer that its Content-Length still promises."""
 
-    def __init__(self, connection: Connection, head: Head) -> None:
+    def __init__(self, connection: "Connection", head: Head) -> None:
         self.connection = connection
         self.transport = connection.transport
         self.head = head
@@ -523,7 +521,7 @@ class Connection(asyncio.Protocol):
     _is_bare = False
     """Whether what is refused asked for a head alone."""
 
-    def __init__(self, listener: Listener, accepted: socket.socket) -> None:
+    def __init__(self, listener: "Listener", accepted: socket.socket) -> None:
         self._listener = listener
         self._socket = accepted
         self.app, self.access, self.turns = listener.app, listener.access, listener.turns

@@ -4,8 +4,6 @@ Connections are accepted here and not by the loop: uvloop closes those that it h
 for, without an answer, and has no way to leave them in the kernel's queue for a while.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import errno

@@ -6,8 +6,6 @@ its reader's own machine, and read the answers too when it has its own name reso
 Host, Origin and Sec-Fetch-Site. Programs send the first of them only.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import re
 from collections.abc import Collection, Mapping

@@ -6,8 +6,6 @@ back. Clients that ask again as fast as they are refused are read a little later
 would fill all time between two looks at the workers.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections import deque

@@ -1,7 +1,5 @@
 """The commands `modelyard token new | list | remove`, which keep tokens that stay."""
 
-from __future__ import annotations
-
 import secrets
 import sys
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 Source: https://docs.kernel.org/userspace-api/seccomp_filter.html
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os

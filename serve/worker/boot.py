@@ -11,8 +11,6 @@ dialect brings come before:
 3. put the archive's folder in front of the path and work there.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

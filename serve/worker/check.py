@@ -29,8 +29,6 @@ The archiver has it run, for a dry run before an archive is written and to verif
                  or {"error": why the archive does not load}
 """
 
-from __future__ import annotations
-
 import json
 from base64 import b64decode, b64encode
 from collections.abc import Mapping

@@ -3,8 +3,6 @@
 It registers a `Dialect` under `modelyard.policies`; where several do, the first by name counts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import cache
 from typing import Any, Protocol

@@ -1,7 +1,5 @@
 """Have a plug-in measure the explanations that an archive gives, by requests that it holds."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from functools import partial

@@ -1,7 +1,5 @@
 """Replay an archive's golden requests: a worker that answers them wrong is not ready."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Import the author's handler, build its Context, and say clearly what went wrong."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import logging

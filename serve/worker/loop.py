@@ -5,8 +5,6 @@ batch is as large as what waits, up to the batch size, and the worker never idle
 work.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json

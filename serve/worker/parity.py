@@ -1,7 +1,5 @@
 """Compare the two artifacts of an archive on this machine."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
