@@ -22,16 +22,15 @@ from modelyard.archiver.errors import ArchiveError
 from modelyard.base.plugins import registered
 from modelyard.serve.control.preload import start_fork_server
 from modelyard.serve.control.state import StateDir, write_json
+from modelyard.serve.dataplane.heap import Memory
 from modelyard.serve.dataplane.process import adopt_orphans
 from modelyard.serve.errors import ServeError, StartError
-from modelyard.serve.log import log_to_file
-from modelyard.serve.memory import Memory
+from modelyard.serve.log import AccessLog, log_to_file
 from modelyard.serve.policy import Policy
 from modelyard.serve.settings import Settings
 
 if TYPE_CHECKING:
     from modelyard.serve.app import Server
-    from modelyard.serve.http.access import AccessLog
 
 logger = logging.getLogger(__name__)
 

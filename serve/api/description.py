@@ -38,6 +38,8 @@ for _name, _part in (
         "properties": _ORIGIN["properties"] | _part["properties"],
     }  # fmt: skip
 TIMEOUT_PARAMETER, _ = DOCUMENT["parameters"]
+TOKEN_SCHEME = {"securitySchemes": {"token": {"type": "http", "scheme": "bearer"}}}
+SECURITY: list[Schema] = [{"token": []}, {}]
 EVERYWHERE = (403, 405, 408, 414, 431)
 """What any request may be answered, for what it is and not for what it asks."""
 _JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean"}

@@ -85,11 +85,11 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
     if task.get("reference"):
         result["reference"] = _explain_reference(service, Path(task["reference"]))
     if task.get("explained"):
-        from modelyard.serve.worker.explained import measure  # and torch, which it needs
+        from modelyard.serve.worker.measured import measure_explanations  # and torch
 
-        result["explained"] = measure(service, task["explained"])
+        result["explained"] = measure_explanations(service, task["explained"])
     if task["parity"]:
-        from modelyard.serve.worker.parity import compare  # and torch, which it needs
+        from modelyard.serve.worker.measured import compare  # and torch
 
         result["parity"] = compare(Path(message["folder"]), task["parity"], service.device)
     return result

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from modelyard.serve.api.docs import DOCS_PATHS
+from modelyard.serve.api.routes import DOCS_PATHS
 from modelyard.serve.api.inference import right_of
 from modelyard.serve.api.oip import OPEN_PATHS
 from modelyard.serve.app import create_server

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from modelyard.serve import memory
-from modelyard.serve.memory import GROWN_BYTES, Memory, resident_bytes
+from modelyard.serve.dataplane.heap import GROWN_BYTES, Memory, resident_bytes
 from tests.serve.live import LiveServer, build_archive
 
 
