@@ -13,7 +13,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Coroutine, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import uvloop
@@ -93,19 +92,17 @@ def run_ours(
         keys: of one of several servers, the keys of all.
         policy: makes the decisions of one server; several make their own.
     """
+
+    def create(settings: Settings) -> Server:
+        """Build it, while the fork server imports what workers need."""
+        made = policy(settings)
+        start_fork_server(made)
+        from modelyard.serve.app import create_server  # which takes half a second of a core
+
+        return create_server(made, access, keys)
+
     serve = _serve if settings.servers == 1 or keys else _serve_several
-    return run(settings, report, partial(_create, access, keys, policy), serve)
-
-
-def _create(
-    access: AccessLog | None, keys: Mapping[str, str] | None, make: MakePolicy, settings: Settings
-) -> Server:
-    """Build a server of our own dialect, while the fork server imports what workers need."""
-    policy = make(settings)
-    start_fork_server(policy)
-    from modelyard.serve.app import create_server  # which takes half a second of a core
-
-    return create_server(policy, access, keys)
+    return run(settings, report, create, serve)
 
 
 async def _serve_several(

@@ -6,7 +6,6 @@ process of a machine fetch it.
 """
 
 import asyncio
-import contextlib
 import fcntl
 import hashlib
 import http.client
@@ -18,7 +17,7 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -154,7 +153,8 @@ def place(
     try:
         rules.matching(url)
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with _held(cache / f"{source.digest}.lock"):
+        with (cache / f"{source.digest}.lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # which ends with the process
             if file.exists():
                 return file
             if url.query == NOT_KEPT:
@@ -173,17 +173,6 @@ def place(
             f"cannot use the folder {cache} for fetched archives: {error.strerror}; name another "
             "one with cache_dir=FOLDER"
         ) from error
-
-
-@contextlib.contextmanager
-def _held(file: Path) -> Iterator[None]:
-    """Hold a lock, which ends with the process."""
-    fd = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(fd)
 
 
 def clear_leftovers(store: Path) -> None:
