@@ -15,6 +15,7 @@ from pathlib import Path
 from weakref import WeakValueDictionary
 
 from modelyard.archiver import Archive, ArchiveError, open_archive
+from modelyard.serve import errors
 from modelyard.serve.control import sizing
 from modelyard.serve.control.build import Admitted, Builder, admit, expose
 from modelyard.serve.control.demand import Demand
@@ -23,14 +24,7 @@ from modelyard.serve.control.registry import ModelVersion, Registry
 from modelyard.serve.dataplane.budget import AnswerBudget
 from modelyard.serve.dataplane.metrics import Metrics
 from modelyard.serve.dataplane.pool import Pool
-from modelyard.serve.errors import (
-    CleanupTimedOut,
-    LoadFailed,
-    ServeError,
-    StorageFull,
-    Unavailable,
-    is_disk_full,
-)
+from modelyard.serve.errors import ServeError, is_disk_full
 from modelyard.serve.policy import Policy
 
 GARBAGE_S = 1.0
@@ -127,9 +121,9 @@ class Lifecycle:
                 self.registry.tell("not registered", spec.name or spec.shown, "", str(error))
             if is_fetched:
                 file.unlink(missing_ok=True)
-            if is_disk_full(error) and not isinstance(error, StorageFull):
+            if is_disk_full(error) and not isinstance(error, errors.StorageFull):
                 root = self.policy.state.root
-                raise StorageFull(f"{error}; the disk of {root} is full") from error
+                raise errors.StorageFull(f"{error}; the disk of {root} is full") from error
             raise
 
     async def _add(
@@ -165,7 +159,7 @@ class Lifecycle:
                                 await self._save_soon()
                 except BaseException as error:
                     model.metrics.remove()
-                    if isinstance(error, LoadFailed):
+                    if isinstance(error, errors.LoadFailed):
                         error.model = name, model.version
                     raise
         if config.explains_early:
@@ -259,7 +253,9 @@ class Lifecycle:
                 async with asyncio.timeout(model.config.startup_timeout_s):
                     await stack.enter_async_context(self._demand.place(model.pool))
             except TimeoutError as error:
-                raise Unavailable("every model that is loaded has requests, and stays") from error
+                raise errors.Unavailable(
+                    "every model that is loaded has requests, and stays"
+                ) from error
             yield
 
     @asynccontextmanager
@@ -342,7 +338,7 @@ class Lifecycle:
                 async with asyncio.timeout(self.policy.unregister_timeout_s):
                     await self._end(model, self._settings.drain_timeout_s)
             except TimeoutError as error:
-                raise CleanupTimedOut(
+                raise errors.CleanupTimedOut(
                     f"Timed out while cleaning resources: {model.name}"
                 ) from error
         logger.info("%s unregistered", model.pool.plan.label)
