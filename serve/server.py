@@ -21,7 +21,7 @@ from modelyard.archiver.errors import ArchiveError
 from modelyard.base.plugins import registered
 from modelyard.serve.control.preload import start_fork_server
 from modelyard.serve.control.state import StateDir, write_json
-from modelyard.serve.dataplane.heap import Memory
+from modelyard.serve.dataplane.heap import give_back
 from modelyard.serve.dataplane.process import adopt_orphans
 from modelyard.serve.errors import ServeError, StartError
 from modelyard.serve.log import AccessLog, log_to_file
@@ -164,11 +164,11 @@ async def _serve(settings: Settings, state: StateDir, report: Report, create: Cr
             about["pid"], about["inference"], about["management"], about["metrics"], served,
         )  # fmt: skip
         report({"event": "ready", **about, "warnings": warnings})
-        memory = Memory()
+        memory = asyncio.create_task(give_back())
         edits = asyncio.create_task(Reloader(server.lifecycle, settings.reload).run())
         await stop.first.wait()
         edits.cancel()
-        memory.stop()
+        memory.cancel()
         await _drain(server, settings, stop.second, closing)
     finally:
         await _end(server, state, closing)

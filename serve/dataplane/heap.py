@@ -61,30 +61,20 @@ WORTH_BYTES = 1 << 20
 """What comes back; after less the next attempt is later."""
 
 
-class Memory:
-    """Looks now and then at what this process holds. Lives on the event loop."""
+async def give_back() -> None:
+    """Look now and then at what this process holds, until this is cancelled."""
+    from asyncio import sleep  # which workers do without
 
-    def __init__(self) -> None:
-        keep_freed()
-        self._usual = resident_bytes()
-        self._pause_s = EVERY_S
-        from asyncio import get_running_loop  # which workers do without
-
-        self._loop = get_running_loop()
-        self._timer = self._loop.call_later(EVERY_S, self._look)
-
-    def stop(self) -> None:
-        """Look no more."""
-        self._timer.cancel()
-
-    def _look(self) -> None:
+    keep_freed()
+    usual, pause_s = resident_bytes(), EVERY_S
+    while True:
+        await sleep(pause_s)
         before = resident_bytes()
-        is_worth_it = True
-        if before > self._usual + GROWN_BYTES:
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        if before > usual + GROWN_BYTES:
             trim()
-            is_worth_it = before - resident_bytes() >= WORTH_BYTES
-        self._pause_s = EVERY_S if is_worth_it else min(2 * self._pause_s, LONGEST_PAUSE_S)
-        self._timer = self._loop.call_later(self._pause_s, self._look)
+        if before <= usual + GROWN_BYTES or before - resident_bytes() >= WORTH_BYTES:
+            pause_s = EVERY_S
 
 
 def resident_bytes() -> int:

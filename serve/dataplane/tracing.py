@@ -53,11 +53,6 @@ class Parent(NamedTuple):
     flags: int
     state: str
 
-    @property
-    def is_sampled(self) -> bool:
-        """Whether the client's own trace is kept."""
-        return bool(self.flags & 1)
-
 
 def read_parent(headers: Iterable[tuple[bytes, bytes]]) -> Parent | None:
     """Return the parent that headers name; None where they name none, several, or a malformed one.
@@ -104,7 +99,7 @@ class Sampling:
         if parent is None:
             return random.random() < self.share
         if self.by_parent:
-            return parent.is_sampled
+            return bool(parent.flags & 1)  # whether the client's own trace is kept
         return (parent.trace_id & 0xFFFF_FFFF_FFFF_FFFF) < round(self.share * 2**64)
 
 

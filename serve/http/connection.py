@@ -333,23 +333,8 @@ class RequestResponseCycle:
             RuntimeError: it is not HTTP.
         """
         await self.connection.drain()
-        if not self.has_left:
-            self._send_head(status, headers)
-
-    async def write(self, body: Payload, is_more: bool = False) -> None:
-        """Send a part of the body.
-
-        Raises:
-            RuntimeError: the body is not as long as the head says, or over.
-        """
-        await self.connection.drain()
         if self.has_left:
             return
-        if not self.is_started or self.is_complete:
-            raise RuntimeError("a part of a body before its head, or after its end")
-        self._send_part(body, is_more)
-
-    def _send_head(self, status: int, headers: Headers) -> None:
         if self.is_started:
             raise RuntimeError("a second head")
         own: Headers = []
@@ -380,7 +365,17 @@ class RequestResponseCycle:
         self._write(head)
         self.status = status
 
-    def _send_part(self, body: Payload, is_more: bool) -> None:
+    async def write(self, body: Payload, is_more: bool = False) -> None:
+        """Send a part of the body.
+
+        Raises:
+            RuntimeError: the body is not as long as the head says, or over.
+        """
+        await self.connection.drain()
+        if self.has_left:
+            return
+        if not self.is_started or self.is_complete:
+            raise RuntimeError("a part of a body before its head, or after its end")
         if self.method == "HEAD" or self.status in BODILESS:
             pass  # a client would take it for its next answer
         elif self._is_answer_chunked:

@@ -204,7 +204,7 @@ class Listener:
         if self._count >= self._room:
             self._make_room()
             return
-        for _ in range(self._accepts()):
+        for _ in range(ACCEPTS_WHILE_BEHIND if self.turns.is_behind else ACCEPTS_PER_TURN):
             if self._count >= self._room:
                 return  # whether another one waits is not known yet
             try:
@@ -241,9 +241,6 @@ class Listener:
                 accepted.send(answer)
             return True
         return False
-
-    def _accepts(self) -> int:
-        return ACCEPTS_WHILE_BEHIND if self.turns.is_behind else ACCEPTS_PER_TURN
 
     @property
     def _count(self) -> int:

@@ -25,7 +25,7 @@ from modelyard.serve.dataplane import wire
 from modelyard.serve.dataplane.heap import keep_freed
 from modelyard.serve.dataplane.lengths import CALL_BYTES, take_batch
 from modelyard.serve.worker import codec
-from modelyard.serve.worker.load import Service
+from modelyard.serve.worker.load import Service, is_built_in
 
 logger = logging.getLogger(__name__)
 
@@ -366,7 +366,7 @@ class Calls:
             return codec.answer_output(service.context, at, outputs[0], rules)
         except Exception as failure:  # an answer is an author's object: its methods may fail
             error: Exception = failure
-            if isinstance(failure, codec.NotFinite) and service.is_built_in:
+            if isinstance(failure, codec.NotFinite) and is_built_in(service.handler):
                 error = BadInput(
                     "the model gives infinity or NaN for this input, which JSON does not have; "
                     "send smaller numbers"
