@@ -125,8 +125,8 @@ def _fail(connection: socket.socket, message: dict[str, Any], error: BaseExcepti
     traceback.print_exception(error)
     reason = load.describe(error, Path(message["folder"]))
     # CUDA's own errors of memory are RuntimeErrors that name it.
-    lacks_memory = (
-        is_out_of_memory(error) or (isinstance(error, RuntimeError) and "CUDA" in str(error))
+    lacks_memory = is_out_of_memory(error) or (
+        isinstance(error, RuntimeError) and "CUDA" in str(error)
     )
     failed = {"message": reason[:MOST_SAID], "out_of_memory": lacks_memory,
               "golden": isinstance(error, WrongAnswer)}  # fmt: skip
