@@ -97,7 +97,7 @@ def create_server(
     answers = Answers(state, cors=cors)
     observers = make_observers(Host(lifecycle, metrics, answers, None if is_never else grants))
     tracing = open_tracing(os.environ) if settings.tracing else None
-    client = clients_check(right_of, (*OPEN_PATHS, *DOCS_PATHS))
+    client = clients_check(right_of, frozenset((*OPEN_PATHS, *DOCS_PATHS)))
     take_quota = None
     if of_clients is not None and (settings.tokens or settings.token_file):
         take_quota = Quotas(of_clients, *settings.quota_place).take

@@ -1,47 +1,49 @@
 """The errors of `serve`, and what every package's errors are answered by HTTP.
 
-ServeError
-├── BadRequest            a parameter or body is wrong
-│   ├── BadModelConfig    model-config.yaml is wrong
-│   ├── PoisonRequest     the same request has just ended two workers
-│   └── RequirementsFailed  what an archive requires could not be installed
-├── NoSuchRoute
-├── MethodNotAllowed
-├── ModelNotFound
-│   └── VersionNotFound
-├── FileNotInStore
-│   └── UrlRefused        nothing is fetched from there
-├── FetchFailed           an archive could not be fetched, or is too large
-├── FileExists            the model store holds a file of the name that would be fetched
-├── Conflict              the version is registered already
-├── DefaultVersion        the default version cannot be removed while others exist
-├── BodyTooLarge
-├── UnknownCoding         the body is compressed
-├── BadMessage            what a client sent is not an HTTP request that is taken here
-│   ├── TargetTooLong
-│   └── HeadTooLarge
-├── RequestTooSlow        its head or body did not come in time
-├── Unauthorized
-├── Forbidden             by a foreign name, from a foreign web page, or off by a setting
-├── TooManyAttempts       wrong tokens, one after the other
-├── Unavailable           no worker can take the request now
-│   ├── QueueFull
-│   ├── QuotaUsed         the token has asked as much as it may
-│   ├── TooLate           an answer is not to be expected within the request's time
-│   └── Draining
-├── DeadlinePassed
-├── WorkerDied            while it held the request, and again when it was tried alone
-│   └── WorkerKilled      for memory, most likely
-├── StreamBroken          the rest of a streamed answer will not come
-├── LoadFailed            a worker could not load the model
-│   ├── HandlerFailed     its own code raised; the traceback is in the log
-│   │   └── GoldenFailed  it answers its golden requests wrong
-│   ├── OutOfMemory
-│   └── LoadKilled        for memory, most likely
-├── CleanupTimedOut       a version's workers had not ended in time
-├── StorageFull           what a change writes does not fit on the disk
-└── StartError            the server cannot start or was not found (command line only)
-    └── WrongUsage        an option or a setting means nothing, whatever files and servers hold
+    ServeError
+    ├── BadRequest            a parameter or body is wrong
+    │   ├── BadModelConfig    model-config.yaml is wrong
+    │   ├── PoisonRequest     the same request has just ended two workers
+    │   └── RequirementsFailed  what an archive requires could not be installed
+    ├── NoSuchRoute
+    ├── MethodNotAllowed
+    ├── ModelNotFound
+    │   └── VersionNotFound
+    ├── FileNotInStore
+    │   └── UrlRefused        nothing is fetched from there
+    ├── FetchFailed           an archive could not be fetched, or is too large
+    ├── FileExists            the model store holds a file of the name that would be fetched
+    ├── Conflict              the version is registered already
+    ├── DefaultVersion        the default version cannot be removed while others exist
+    ├── BodyTooLarge
+    ├── UnknownCoding         the body is compressed
+    ├── BadMessage            what a client sent is not an HTTP request that is taken here
+    │   ├── TargetTooLong
+    │   └── HeadTooLarge
+    ├── RequestTooSlow        its head or body did not come in time
+    ├── Unauthorized
+    ├── Forbidden             by a foreign name, from a foreign web page, or off by a setting
+    ├── TooManyAttempts       wrong tokens, one after the other
+    ├── Unavailable           no worker can take the request now
+    │   ├── QueueFull
+    │   ├── QuotaUsed         the token has asked as much as it may
+    │   ├── TooLate           an answer is not to be expected within the request's time
+    │   └── Draining
+    ├── DeadlinePassed
+    ├── WorkerDied            while it held the request, and again when it was tried alone
+    │   └── WorkerKilled      for memory, most likely
+    ├── StreamBroken          the rest of a streamed answer will not come
+    ├── LoadFailed            a worker could not load the model
+    │   ├── HandlerFailed     its own code raised; the traceback is in the log
+    │   │   └── GoldenFailed  it answers its golden requests wrong
+    │   ├── OutOfMemory
+    │   └── LoadKilled        for memory, most likely
+    ├── CleanupTimedOut       a version's workers had not ended in time
+    ├── StorageFull           what a change writes does not fit on the disk
+    └── StartError            the server cannot start or was not found (command line only)
+        └── WrongUsage        an option or a setting means nothing, whatever files and servers hold
+
+`answer` has a class name that clients compare: TorchServe's wherever it has one.
 """
 
 import errno
@@ -67,7 +69,7 @@ class ServeError(Exception):
     text = ""
     """What it says, where nothing more is said."""
     answer = (500, "InternalServerException")
-    """HTTP status, and the `type` that clients compare: TorchServe's wherever it has one."""
+    """HTTP status, and the `type` that clients compare."""
 
     def __init_subclass__(cls, answer: tuple[int, str] | None = None) -> None:
         if answer is not None:
