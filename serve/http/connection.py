@@ -521,7 +521,7 @@ class Connection(asyncio.Protocol):
         self._socket = accepted
         self.app, self.access, self.turns = listener.app, listener.access, listener.turns
         self.settings, self.budget = listener.settings, listener.budget
-        self._site, self.heads = listener.site, listener.heads
+        self._site, self.heads = listener.check_site, listener.heads
         self.loop = asyncio.get_running_loop()
         self._time = self.loop.time
         self._queue: deque[RequestResponseCycle] = deque()

@@ -42,9 +42,11 @@ class Dialect(Protocol):
 
     def prepare(self) -> None:
         """Have its modules be found; called once, before an archive's folder is on the path."""
+        return None
 
     def begin_log(self) -> None:
         """Begin the log of a worker whose server speaks it."""
+        return None
 
     def choose_rules(self, message: Mapping[str, Any]) -> Rules:
         """Return how a worker with this LOAD message reads and writes.
