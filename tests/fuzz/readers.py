@@ -32,7 +32,7 @@ from modelyard.archiver.untrusted.json import parse_json
 from modelyard.archiver.untrusted.names import MANIFEST_NAME
 from modelyard.archiver.untrusted.yaml import parse_yaml
 from modelyard.exporter.errors import ExportError
-from modelyard.exporter.ingest.read import parse_checkpoint
+from modelyard.exporter.ingest import parse_checkpoint
 from modelyard.handlers.body import read_instances, weights_of
 from modelyard.handlers.errors import HandlerError
 from modelyard.handlers.judge.check import check
