@@ -29,7 +29,7 @@ from modelyard.exporter.ingest.onnx_file import (
     read_onnx,
 )
 from modelyard.exporter.ingest.source import Source
-from modelyard.handlers.models.backends import open_session
+from modelyard.handlers.models.backends import Opening, open_session
 from modelyard.handlers.proof.plan import end_sizes
 from modelyard.handlers.proof.probes import Probe, make_inputs
 
@@ -71,7 +71,7 @@ class OnnxFile(nn.Module):
             kept = [value for value in self._original.graph.output if value.name in tensors]
             path.write_bytes(_with(self._original, kept).SerializeToString())
             try:
-                self._session = open_session(path, torch.device("cpu"), is_optimized=False)
+                self._session = open_session(path, Opening(torch.device("cpu")), is_optimized=False)
             # onnxruntime has an error class of its own for every way in which it cannot.
             except Exception as error:
                 raise CheckpointError(

@@ -28,8 +28,8 @@ from modelyard.exporter.errors import CheckpointError, ConversionError
 from modelyard.exporter.formats.decompose import IN_LISTED, nodes_of, plain_sizes
 from modelyard.exporter.formats.diagnose import explain, find_place
 from modelyard.handlers.errors import UnsafeProgram
+from modelyard.handlers.judge.check import load_program
 from modelyard.handlers.judge.grammar import ANY, operator_problem
-from modelyard.handlers.models.backends import load_on
 
 _SHAPES_LOG = "torch.fx.experimental.symbolic_shapes"
 _TALKATIVE = ("torch.export._trace", "torch._dynamo", "torch._guards", _SHAPES_LOG)
@@ -453,7 +453,7 @@ def open_program(path: Path, trust: bool = False) -> nn.Module:
         CheckpointError: loading it could run code, or this torch cannot load it.
     """
     try:
-        program = load_on(path, torch.device("cpu"), trusted=(ANY,) if trust else ())
+        program = load_program(path, (ANY,) if trust else (), torch.device("cpu"))
     except UnsafeProgram as error:
         raise CheckpointError(str(error)) from error
     free_names(program)

@@ -39,8 +39,7 @@ from typing import Any
 
 import numpy as np
 
-from modelyard.archiver.ranges import ranges_of
-from modelyard.archiver.reference import format_reference, make_reference, read_requests
+from modelyard.archiver.reference import format_reference, make_reference, ranges_of, read_requests
 from modelyard.base.answers import differences, pair_up
 from modelyard.handlers.errors import HandlerError, LoadError
 from modelyard.serve.dataplane import wire

@@ -19,11 +19,9 @@ from urllib.parse import parse_qsl
 
 import orjson
 
-from modelyard.handlers.accept import weights_of
-from modelyard.handlers.body import parse_strictly
+from modelyard.handlers.body import as_prediction, parse_strictly, read_instances, weights_of
 from modelyard.handlers.context import Context
 from modelyard.handlers.errors import BadInput, NoGradients, PredictionException
-from modelyard.handlers.instances import as_prediction, read_instances
 from modelyard.serve.dataplane import wire
 from modelyard.serve.dataplane.form import MAX_PARTS, read_parts
 

@@ -12,9 +12,9 @@ from typing import Any, NoReturn
 
 import yaml
 
-from modelyard.archiver.alternatives import KEY, choose_artifact
 from modelyard.archiver.errors import ArchiveError
 from modelyard.archiver.model_config import BATCH_INVARIANT
+from modelyard.archiver.report import ARTIFACT_KEY, choose_artifact
 from modelyard.base.plugins import registered
 from modelyard.handlers import BUILT_IN, Context
 from modelyard.handlers.entry_point import Entry, FoundHandler, find_handler
@@ -155,7 +155,7 @@ def choose_manifest(folder: Path, message: dict[str, Any], config: dict[str, Any
     manifest = message["manifest"]
     if message["handler"] not in BUILT_IN or "modelyard" not in (manifest or {}):
         return manifest
-    if name := message.get(KEY) or config.get(KEY):
+    if name := message.get(ARTIFACT_KEY) or config.get(ARTIFACT_KEY):
         try:
             manifest = choose_artifact(
                 manifest, str(name), lambda file: (folder / file).read_bytes()

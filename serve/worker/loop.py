@@ -16,10 +16,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from time import perf_counter
 from typing import Any
 
+from modelyard.handlers.body import join_chunks
 from modelyard.handlers.context import Context
 from modelyard.handlers.entry_point import Entry
 from modelyard.handlers.errors import BadInput
-from modelyard.handlers.instances import join_chunks
 from modelyard.handlers.ranges import span
 from modelyard.serve.dataplane import wire
 from modelyard.serve.dataplane.heap import keep_freed

@@ -18,8 +18,7 @@ from modelyard.base.plugins import registered
 from modelyard.handlers.errors import BadInput, NotMeasured
 from modelyard.handlers.explain.attribute.attribution import Tensors
 from modelyard.handlers.explain.attribute.method import AskedRequest
-from modelyard.handlers.explain.explainer import as_tuple
-from modelyard.handlers.models.backends import Artifact, dtype_name, open_artifact
+from modelyard.handlers.models.backends import Artifact, as_tuple, dtype_name, open_artifact
 from modelyard.handlers.proof import agree
 from modelyard.handlers.proof.copies import judge, repeated_probes
 from modelyard.handlers.proof.probes import make_case

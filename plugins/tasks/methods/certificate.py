@@ -33,9 +33,9 @@ from modelyard.handlers.explain.attribute.method import (
     Result,
 )
 from modelyard.handlers.explain.attribute.methods import METHODS
-from modelyard.handlers.explain.explainer import as_tuple
 from modelyard.handlers.explain.explanation import Explanation, explain_batch
 from modelyard.handlers.explain.request.options import ExplainOptions
+from modelyard.handlers.models.backends import as_tuple
 from modelyard.handlers.proof.mutation import Mutation, mutated
 from modelyard.plugins.tasks.methods.features import Features, features_of
 from modelyard.plugins.tasks.methods.removal import curves_of, scores_of

@@ -19,7 +19,7 @@ import torch
 from modelyard.archiver.explanations import Explanations, parse_explanations
 from modelyard.archiver.untrusted.json import format_json
 from modelyard.handlers.explain.attribute.methods import METHODS
-from modelyard.handlers.explain.explainer import as_tuple
+from modelyard.handlers.models.backends import as_tuple
 from modelyard.plugins.tasks.methods import certificate
 from modelyard.serve.worker import measured
 from modelyard.serve.worker.load import Service
