@@ -7,24 +7,25 @@ runs of an artifact are two copies of it: `handlers.proof.copies` judges them.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import os
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from modelyard.archiver.errors import ArchiveError
+from modelyard.archiver.errors import ArchiveError, DoesNotRun
 from modelyard.archiver.manifest import Manifest
 from modelyard.archiver.proven import DIFFERS, SAME, WITHIN, find_difference
 from modelyard.archiver.read import Archive, open_archive
 from modelyard.archiver.replay import UNPACKED, replay
-from modelyard.archiver.report import Report, parse_report
+from modelyard.archiver.report import Parity, Report, parse_report
 from modelyard.archiver.untrusted.container import OpenFile
 from modelyard.archiver.untrusted.json import parse_json
 from modelyard.archiver.verify import verify_archive
@@ -33,15 +34,18 @@ from modelyard.handlers.errors import HandlerError, UnsafeProgram
 from modelyard.handlers.judge.check import check
 from modelyard.handlers.judge.onnx_file import check_onnx
 from modelyard.handlers.models.backends import detect_format, dtype_name, type_name
-from modelyard.handlers.proof.agree import Rule, compare, disagreement
+from modelyard.handlers.proof.agree import Rule, allowance, compare, disagreement
 from modelyard.handlers.proof.copies import judge, repeated_probes
 from modelyard.handlers.proof.probes import Probe, make_case
 from modelyard.handlers.proof.witness import describe_difference, restored
-from modelyard.plugins.recertify.environments import HERE_PYTHON, Environment
-from modelyard.plugins.recertify.runs import Case, Outcome, Program, run
+from modelyard.plugins.recertify.environments import HERE_PYTHON, Environment, plan
+from modelyard.plugins.recertify.further import Further, further_inputs, rounded_otherwise
+from modelyard.plugins.recertify.runs import Case, Outcome, Program, Runners
 from modelyard.plugins.recertify.runtimes import HERE, Runtime
 
 NOT_RUN, UNTOUCHED = "not run", "untouched"
+Where = tuple[Runtime, Path]
+"""What runs an artifact, and the interpreter of its environment."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,8 @@ class Row:
     cases: int = 0
     golden: int = 0
     """How many of the cases are what the model reads for golden requests."""
+    further: int = 0
+    """How many of them the export did not try."""
     share: float = 0.0
     """Largest difference over what the archive's rule allows; may be infinite."""
     max_abs: float = 0.0
@@ -90,20 +96,15 @@ class Row:
 class GoldenCase(Probe):
     """What the model reads for a golden request."""
 
-    request: str = ""
-
-    def __str__(self) -> str:
-        return f"golden request {self.request}"
-
-
-@dataclass(frozen=True)
-class Read:
-    """What the model reads for a golden request."""
-
     request: str
-    inputs: Sequence[Tensor]
+    values: Sequence[Tensor]
     recorded: Mapping[str, Any]
     """What the archive says of it, as `handlers.proof.witness` has it; may be empty."""
+
+    what: str = "golden request"
+
+    def __str__(self) -> str:
+        return f"{self.what} {self.request}"
 
 
 @dataclass(frozen=True)
@@ -112,9 +113,9 @@ class Subject:
 
     path: Path
     report: Report
+    parity: Parity
+    """The rule; of the report, and for further inputs of what they move by here."""
     probes: Sequence[Probe]
-    """The last of them are what the model reads for `golden`."""
-    golden: Sequence[Read]
 
     @property
     def program(self) -> Program:
@@ -125,58 +126,103 @@ class Subject:
         )
         return Program(self.path, self.report.format, inputs, outputs)
 
-    def case(self, place: int) -> Case:
+    @property
+    def golden(self) -> list[GoldenCase]:
+        """What the model reads for golden requests."""
+        return [probe for probe in self.probes if isinstance(probe, GoldenCase)]
+
+    def inputs(self, probe: Probe) -> Sequence[Tensor]:
         """Return the inputs of a case."""
-        probe = self.probes[place]
         if isinstance(probe, GoldenCase):
-            inputs = self.golden[place - len(self.probes)].inputs
-        else:
-            inputs = make_case(self.report.tried, probe)
+            return probe.values
+        of = self.report.tried
+        return probe.inputs(of) if isinstance(probe, Further) else make_case(of, probe)
+
+    def named(self, inputs: Sequence[Tensor]) -> Case:
+        """Return inputs as a runner gets them."""
         return dict(zip(self.program.inputs, inputs, strict=True))
 
     def cases(self) -> Iterator[Case]:
         """Yield the inputs of all cases."""
-        return map(self.case, range(len(self.probes)))
+        return (self.named(self.inputs(probe)) for probe in self.probes)
+
+    def outputs(self, of: Outcome) -> Iterator[list[Tensor]]:
+        """Yield what was computed for each case.
+
+        Raises:
+            ArchiveError: there are not as many outputs as the report says.
+        """
+        expected = len(self.program.outputs)
+        for place in range(len(self.probes)):
+            given = list(of.outputs(place).values())
+            if len(given) != expected:
+                raise ArchiveError(f"{len(given)} outputs are given; expected {expected}")
+            yield given
+
+    def judge(
+        self, found: Outcome, expected: Outcome
+    ) -> tuple[dict[str, Rule], dict[str, list[dict[str, Any]]]]:
+        """Return the rule of each output, and what `agree.compare` says of it in each case."""
+        return judge(
+            self.parity, self.parity, self.probes, self.outputs(found),
+            lambda: self.outputs(expected),
+        )  # fmt: skip
 
     def is_as_recorded(self, outcome: Outcome) -> bool:
         """Return whether the model gives for golden requests what it gave when it was archived."""
-        first = len(self.probes) - len(self.golden)
         return not any(
             describe_difference(
-                read.recorded, [(tuple(read.inputs), tuple(outcome.outputs(place).values()))],
-                self.report,
+                probe.recorded, [(tuple(probe.values), tuple(given))], self.report
             )
-            for place, read in enumerate(self.golden, first)
-            if read.recorded
+            for probe, given in zip(self.probes, self.outputs(outcome), strict=True)
+            if isinstance(probe, GoldenCase) and probe.recorded
         )  # fmt: skip
 
 
-def recertify(paths: Sequence[Path], environments: Sequence[Environment]) -> Iterator[list[Row]]:
+def recertify(
+    paths: Sequence[Path], environments: Sequence[Environment], draws: int = 1
+) -> Iterator[list[Row]]:
     """Yield the rows of each archive; environments are made before.
+
+    Args:
+        paths: archives.
+        environments: where they are run, beside here.
+        draws: how many further inputs of each kind.
 
     Raises:
         NothingCompared: an environment cannot be made.
     """
     for environment in environments:
         environment.build()
-    for path in paths:
-        with contextlib.ExitStack() as stack:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="modelyard-")))
-            try:
-                archive = stack.enter_context(open_archive(path, staging=folder))
-                yield list(certify(archive, folder, environments))
-            except (ArchiveError, HandlerError) as error:
-                said = " ".join(str(error).split())
-                yield [Row(path, "", each.name, NOT_RUN, why=said) for each in environments]
+    with Runners() as runners:
+        for path in paths:
+            with contextlib.ExitStack() as stack:
+                folder = Path(stack.enter_context(runners.folder()))
+                try:
+                    archive = stack.enter_context(open_archive(path, staging=folder))
+                    yield list(certify(archive, folder, environments, runners, draws))
+                except (ArchiveError, HandlerError) as error:
+                    said = " ".join(str(error).split())
+                    yield [Row(path, "", each.name, NOT_RUN, why=said) for each in environments]
 
 
-def certify(archive: Archive, folder: Path, environments: Sequence[Environment]) -> Iterator[Row]:
+def certify(
+    archive: Archive,
+    folder: Path,
+    environments: Sequence[Environment],
+    runners: Runners,
+    draws: int = 1,
+    golden: Sequence[GoldenCase] | None = None,
+) -> Iterator[Row]:
     """Yield what comes of an archive's artifacts in each environment.
 
     Args:
         archive: open, so that its digests agree.
-        folder: an empty folder, in which it is unpacked.
+        folder: an empty folder of the runners', in which it is unpacked.
         environments: made already.
+        runners: run it.
+        draws: how many further inputs of each kind.
+        golden: instead of what the model reads for the archive's golden requests.
 
     Raises:
         ArchiveError, HandlerError: nothing of it can be run or compared.
@@ -193,7 +239,8 @@ def certify(archive: Archive, folder: Path, environments: Sequence[Environment])
         if not runtimes:
             why = f"it holds {', '.join(sorted(formats))}, which none of that runs"
             yield Row(archive.path, archive.digest, environment.name, UNTOUCHED, why=why)
-    golden = _golden(archive, unpacked) if any(runtimes for _, runtimes in wanted) else []
+    if golden is None and any(runtimes for _, runtimes in wanted):
+        golden = _golden(archive, unpacked)
     for name, report in reports.items():
         runs = [
             (environment, runtime)
@@ -203,18 +250,44 @@ def certify(archive: Archive, folder: Path, environments: Sequence[Environment])
         ]
         if not runs:
             continue
-        subject = _subject(unpacked / name, report, golden)
-        expected = run(HERE[report.format], HERE_PYTHON, subject.program, subject.cases(), folder)
+        subject = _subject(unpacked / name, report, golden or ())
+        further = further_inputs(report.tried, subject.parity.extent, subject.probes, draws)
+        subject, expected = _run_here(subject, list(further), folder, runners)
         if name == archive.manifest.serialized_file and not subject.is_as_recorded(expected):
             _replayed(unpacked, archive.manifest)  # a handler may give something else on purpose
         for environment, runtime in runs:
             row = Row(archive.path, archive.digest, environment.name, NOT_RUN, name,
                       report.artifact_sha256, runtime.name)  # fmt: skip
             try:
-                yield _compare(row, subject, expected, runtime, environment.python, folder)
+                yield _compare(
+                    row, subject, expected, (runtime, environment.python), folder, runners
+                )
             except (ArchiveError, HandlerError) as error:
                 yield replace(row, why=" ".join(str(error).split()))
         expected.discard()
+
+
+def certify_batch(
+    archive: Archive, name: str, read: Sequence[Mapping[str, str]], versions: Sequence[str]
+) -> list[Row]:
+    """Return what comes of a batch that the model read, and of the export's inputs, elsewhere.
+
+    Args:
+        archive: open.
+        name: what the batch is called.
+        read: its inputs, as `handlers.proof.witness.inputs_read` has them; may be none.
+        versions: as `plan` takes them.
+
+    Raises:
+        ArchiveError, HandlerError: nothing of it can be run or compared.
+    """
+    environments = plan(versions)
+    for environment in environments:
+        environment.build()
+    inputs = _whole(read)
+    cases = [GoldenCase("sample", {}, name, inputs, {}, "the batch")] if inputs else []
+    with Runners() as runners, runners.folder() as folder:
+        return list(certify(archive, Path(folder), environments, runners, 0, cases))
 
 
 def read_subject(archive: Archive, folder: Path, format: str) -> Subject:
@@ -258,7 +331,7 @@ def _reports(archive: Archive) -> Iterator[tuple[str, Report]]:
     yield from proven.items()
 
 
-def _golden(archive: Archive, unpacked: Path) -> list[Read]:
+def _golden(archive: Archive, unpacked: Path) -> list[GoldenCase]:
     """Return what the model reads: as the archive holds it, or else by answering the requests.
 
     Raises:
@@ -270,11 +343,11 @@ def _golden(archive: Archive, unpacked: Path) -> list[Read]:
         recorded = parse_json(archive.read(golden.expected)).get("model", {})
         if not (inputs := _whole(recorded.get("inputs", ()))):
             return _replayed(unpacked, archive.manifest)
-        found.append(Read(golden.request, inputs, recorded))
+        found.append(GoldenCase("sample", {}, golden.request, inputs, recorded))
     return found
 
 
-def _replayed(unpacked: Path, manifest: Manifest) -> list[Read]:
+def _replayed(unpacked: Path, manifest: Manifest) -> list[GoldenCase]:
     """Answer the golden requests here, behind walls, and return what the model reads.
 
     Raises:
@@ -286,7 +359,10 @@ def _replayed(unpacked: Path, manifest: Manifest) -> list[Read]:
             raise ArchiveError(
                 f"{each.golden.request} gets another answer here already: {each.difference}"
             )
-    return [Read(each.golden.request, _whole(each.seen.get("inputs", ())), {}) for each in results]
+    return [
+        GoldenCase("sample", {}, each.golden.request, _whole(each.seen.get("inputs", ())), {})
+        for each in results
+    ]
 
 
 def _whole(stated: Sequence[Mapping[str, str]]) -> list[Tensor]:
@@ -295,8 +371,9 @@ def _whole(stated: Sequence[Mapping[str, str]]) -> list[Tensor]:
     return tensors if len(tensors) == len(stated) else []
 
 
-def _subject(path: Path, report: Report, golden: Sequence[Read]) -> Subject:
-    """Judge an artifact's file, and choose what it is given."""
+def _subject(path: Path, report: Report, golden: Sequence[GoldenCase]) -> Subject:
+    """Judge an artifact's file, and choose what it is given of what the archive says."""
+    assert report.parity is not None, "others have no row"
     if (found := detect_format(path)) != report.format:
         raise ArchiveError(f"{path.name} holds {found}; its report says {report.format}")
     findings = []
@@ -311,45 +388,68 @@ def _subject(path: Path, report: Report, golden: Sequence[Read]) -> Subject:
     fitting = [
         read
         for read in golden
-        if [(dtype_name(each.dtype), each.dim()) for each in read.inputs] == takes
+        if [(dtype_name(each.dtype), each.dim()) for each in read.values] == takes
     ]
-    probes = (
-        *repeated_probes(report),
-        *(GoldenCase("sample", {}, read.request) for read in fitting),
-    )
+    probes = (*repeated_probes(report), *fitting)
     if not probes:
         raise ArchiveError(
             f"{path.name}: its export used samples alone, which no archive holds, and it has no "
             "golden request; archive it with --example FILE"
         )
-    return Subject(path, report, probes, fitting)
+    return Subject(path, report, report.parity, probes)
+
+
+def _run_here(
+    subject: Subject, further: Sequence[Further], folder: Path, runners: Runners
+) -> tuple[Subject, Outcome]:
+    """Run a subject as a server does, on further inputs too, and say what it gives.
+
+    How far an answer to these moves here, when they are rounded otherwise, decides what it may move
+    by elsewhere, as it does in an export.
+    """
+    whole = replace(subject, probes=(*subject.probes, *further))
+    here = partial(
+        runners.run, HERE[subject.report.format], HERE_PYTHON, subject.program, folder=folder
+    )
+    rounded = (subject.named(rounded_otherwise(whole.inputs(probe))) for probe in further)
+    try:
+        outcome = here(itertools.chain(whole.cases(), rounded))
+    except DoesNotRun:  # a number may be an index, say; without them it is not run, or is
+        return subject, here(subject.cases())
+    at, own = outcome.places, len(subject.probes)
+    expected = replace(outcome, places=at[: len(whole.probes)])
+    moved = replace(outcome, places=(*at[:own], *at[len(whole.probes) :]))
+    rules, measured = whole.judge(moved, expected)
+    allowed = {name: {**subject.parity.allowed.get(name, {})} for name in rules}
+    kept = list(range(own))
+    for place, probe in enumerate(further, own):
+        by = {name: measured[name][place]["scaled"] for name in rules}
+        if all(map(math.isfinite, by.values())):
+            kept.append(place)
+            may = {name: allowance(rule, probe.kind, by[name]) for name, rule in rules.items()}
+            for name, most in may.items():
+                if most is not None:
+                    allowed[name][str(probe)] = most
+    steady = replace(
+        whole,
+        parity=replace(subject.parity, allowed=allowed),
+        probes=[whole.probes[place] for place in kept],
+    )
+    return steady, replace(expected, places=tuple(at[place] for place in kept))
 
 
 def _compare(
-    row: Row, subject: Subject, expected: Outcome, runtime: Runtime, python: Path, folder: Path
+    row: Row, subject: Subject, expected: Outcome, there: Where, folder: Path, runners: Runners
 ) -> Row:
     """Run a subject there, and judge what it gives by what it gave here."""
-    report, program = subject.report, subject.program
-    assert report.parity is not None, "others have no row"
-    found = run(runtime, python, program, subject.cases(), folder)
+    format, (runtime, python) = subject.report.format, there
+    found = runners.run(runtime, python, subject.program, subject.cases(), folder)
     places = range(len(subject.probes))
-
-    def outputs(of: Outcome) -> Iterator[list[Tensor]]:
-        for place in places:
-            given = list(of.outputs(place).values())
-            if len(given) != len(program.outputs):
-                raise ArchiveError(
-                    f"{len(given)} outputs are given; expected {len(program.outputs)}"
-                )
-            yield given
-
-    rules, of_all = judge(
-        report.parity, report.parity, subject.probes, outputs(found), lambda: outputs(expected)
-    )
+    rules, of_all = subject.judge(found, expected)
     said = (disagreement(name, rule, of_all[name], subject.probes) for name, rule in rules.items())
     apart = list(filter(None, said))
     same = True
-    for one, other in zip(outputs(expected), outputs(found), strict=True):
+    for one, other in zip(subject.outputs(expected), subject.outputs(found), strict=True):
         kinds = [[dtype_name(each.dtype) for each in given] for given in (one, other)]
         if kinds[0] != kinds[1]:
             apart.append(f"its outputs are {kinds[1]}; expected {kinds[0]}")
@@ -357,25 +457,23 @@ def _compare(
         same &= all(map(_same_bits, one, other))
     measured = [_measure(rules, of_all, place, str(subject.probes[place])) for place in places]
     worst = max(places, key=lambda place: measured[place][:2])
-    first = ""
-    if apart:
-        runs = ((HERE[report.format], HERE_PYTHON), (runtime, python))
-        first = _first(subject, runs, measured, folder)
+    first = _first(subject, there, measured, folder, runners) if apart else ""
     found.discard()
     return replace(
         row,
         verdict=DIFFERS if apart else SAME if same else WITHIN,
-        here=f"{HERE[report.format].name} {expected.told[HERE[report.format].name]}",
+        here=f"{HERE[format].name} {expected.told[HERE[format].name]}",
         there=found.told.get(runtime.name.partition(":")[0], ""),
         cases=len(subject.probes),
         golden=len(subject.golden),
+        further=sum(isinstance(probe, Further) for probe in subject.probes),
         share=measured[worst][0],
         max_abs=max(each[1] for each in measured),
         sample="" if same else str(subject.probes[worst]),
         moved=sum(each[2] for each in measured),
         first=first,
         why="; ".join(apart),
-        note=find_difference(report, {}),
+        note=find_difference(subject.report, {}),
         seconds=float(found.told["seconds"]),
         versions={
             key: text for key, text in found.told.items() if key not in ("seconds", "values")
@@ -409,22 +507,23 @@ def _share(rule: Rule, measured: Mapping[str, Any], case: str) -> float:
 
 def _first(
     subject: Subject,
-    runs: Sequence[tuple[Runtime, Path]],
+    there: Where,
     measured: Sequence[tuple[float, float, int]],
     folder: Path,
+    runners: Runners,
 ) -> str:
     """Name the first value that differs, in the smallest case that does."""
     differing = [place for place, each in enumerate(measured) if each[0] > 1] or [0]
-    cases = {place: subject.case(place) for place in differing}
-    place = min(cases, key=lambda place: sum(each.numel() for each in cases[place].values()))
-    program = subject.program
+    cases = {place: subject.inputs(subject.probes[place]) for place in differing}
+    place = min(cases, key=lambda place: sum(each.numel() for each in cases[place]))
+    program, case = subject.program, subject.named(cases[place])
     layers: dict[str, tuple[str, str]] = {}
     try:
         if program.format == "onnx":
             program, layers = _exposed(program, folder)
         outcomes = [
-            run(runtime, python, program, [cases[place]], folder, every_value=True)
-            for runtime, python in runs
+            runners.run(*where, program, [case], folder, every_value=True)
+            for where in ((HERE[program.format], HERE_PYTHON), there)
         ]
     except (ArchiveError, HandlerError, ValueError) as error:  # protobuf's, of 2 GB
         return f"where it first differs cannot be had: {error}"

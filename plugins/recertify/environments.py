@@ -26,7 +26,7 @@ from modelyard.plugins.recertify.runtimes import RUNTIMES, Runtime
 
 HERE_PYTHON = Path(sys.executable)
 SHOWN_LINES = 3
-"""Lines of pip's last words in an error."""
+"""Lines of what pip or npm said, in an error."""
 
 
 @dataclass(frozen=True)
@@ -52,18 +52,22 @@ class Environment:
             build_once(self.python.parents[1], self._build)
 
     def _build(self) -> None:
-        install = ["-m", "pip", "--python", str(self.python), "install", "--no-input", "--quiet"]
-        for command in (
-            [str(self.base), "-m", "venv", "--without-pip", str(self.python.parents[1])],
-            [sys.executable, "-P", *install, "--disable-pip-version-check", *self.requirements],
-        ):
+        for command in self.commands():
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
                 said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+                said = [line for line in said if "err" in line.lower()] or said
                 raise NothingCompared(
-                    f"no environment with {self.name} can be made: "
-                    f"{' | '.join(said[-SHOWN_LINES:])}"
+                    f"no environment with {self.name} can be made: {' | '.join(said[:SHOWN_LINES])}"
                 )
+
+    def commands(self) -> list[list[str]]:
+        """Return what makes it, one after the other."""
+        install = ["-m", "pip", "--python", str(self.python), "install", "--no-input", "--quiet"]
+        return [
+            [str(self.base), "-m", "venv", "--without-pip", str(self.python.parents[1])],
+            [sys.executable, "-P", *install, "--disable-pip-version-check", *self.requirements],
+        ]
 
 
 def plan(given: Sequence[str], python: Path | None = None) -> list[Environment]:

@@ -7,14 +7,13 @@ whose version the runner tells.
 from __future__ import annotations
 
 import shutil
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from modelyard.archiver.errors import ArchiveError, WrongUsage
+from modelyard.archiver.errors import WrongUsage
 from modelyard.archiver.proven import installed_version
-from modelyard.plugins.recertify.environments import HERE_PYTHON, SHOWN_LINES, Environment, planned
+from modelyard.plugins.recertify.environments import HERE_PYTHON, Environment, planned
 from modelyard.plugins.recertify.runtimes import ONNXRUNTIME, TORCH, Runtime
 
 
@@ -32,21 +31,16 @@ class Other:
 class NodeEnvironment(Environment):
     """A folder of npm's, with a link to the `node` that runs what lies in it."""
 
-    def _build(self) -> None:
-        folder = self.python.parents[1]
-        self.python.parent.mkdir(parents=True)
-        self.python.symlink_to(self.base)
-        packages = [text.replace("==", "@") for text in self.requirements]
+    def commands(self) -> list[list[str]]:
+        """Return what makes it, one after the other."""
         # No package's own script runs: what is downloaded is only read, behind walls.
-        done = subprocess.run(
-            ["npm", "install", "--ignore-scripts", "--no-audit", "--no-fund", "--prefix", folder,
-             *packages], capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        if done.returncode:
-            said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-            raise ArchiveError(
-                f"no folder with {self.name} can be made: {' | '.join(said[:SHOWN_LINES])}"
-            )
+        install = ["npm", "install", "--ignore-scripts", "--no-audit", "--no-fund", "--prefix"]
+        packages = [text.replace("==", "@") for text in self.requirements]
+        return [
+            ["mkdir", "-p", str(self.python.parent)],
+            ["ln", "-s", str(self.base), str(self.python)],
+            [*install, str(self.python.parents[1]), *packages],
+        ]
 
 
 def _emulated(name: str, processor: str) -> Other:

@@ -29,14 +29,14 @@ def cells(row: Row) -> tuple[str, ...]:
     """Return a row of the table."""
     if row.verdict in (NOT_RUN, UNTOUCHED):
         return (row.archive.name, row.artifact, row.environment, row.verdict, "", "", "")
-    golden = f" ({row.golden} golden)" if row.golden else ""
+    golden = f"{row.golden} golden, " if row.golden else ""
     return (
         row.archive.name,
         row.artifact,
         f"{row.runtime} {row.there}",
         row.verdict,
         share_text(row.share),
-        f"{row.cases}{golden}",
+        f"{row.cases} ({golden}{row.further} further)",
         row.sample,
     )
 

@@ -1,7 +1,7 @@
 """What runs an artifact, each by a program of its own in an environment of its own.
 
-A *runner* is a file of `runners/` that imports nothing of ours, and is called with the path of a
-task:
+A *runner* is a file of `runners/` that imports nothing of ours. It reads tasks, a line of JSON
+each:
 
     {"artifact": path, "format": "onnx" | "pt2" | "torchscript",
      "cases": path of a safetensors file: tensors named CASE/INPUT, as "0/image",
@@ -12,8 +12,8 @@ task:
 
 An ONNX file that is run with `every_value` has its values in between as further outputs already.
 What `__metadata__` of `out` holds are texts: versions by the library's name, `seconds` that the
-model took, and perhaps `values`: JSON of value → [operator, layer]. A run that fails ends with
-another exit code than 0 and one sentence on stderr.
+model took, and perhaps `values`: JSON of value → [operator, layer]. Each task is answered by a line
+of stdout: empty, or one sentence that says why it failed.
 """
 
 from collections.abc import Mapping
@@ -38,7 +38,7 @@ class Runtime:
     requirements: tuple[str, ...] = ()
     """What pip installs beside what `--with` gives."""
     command: tuple[str, ...] = ("{python}", "-s")
-    """What the program and the task follow; `{python}` is the environment's interpreter."""
+    """What the program follows; `{python}` is the environment's interpreter."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of every task."""
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import gzip
 import json
 import re
-import tempfile
 from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -36,7 +35,7 @@ from modelyard.handlers.tasks.vision_handler import VisionHandler
 from modelyard.plugins.recertify import others
 from modelyard.plugins.recertify.certify import GoldenCase, Subject, read_subject
 from modelyard.plugins.recertify.environments import HERE_PYTHON
-from modelyard.plugins.recertify.runs import run
+from modelyard.plugins.recertify.runs import Runners
 from modelyard.plugins.recertify.runtimes import HERE
 from modelyard.serve.worker.load import load_service
 
@@ -69,10 +68,11 @@ def format_web_page(path: Path) -> tuple[str, int]:
     environment = others.plan("onnxruntime-web")
     environment.build()
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="modelyard-")))
+        runners = stack.enter_context(Runners())
+        folder = Path(stack.enter_context(runners.folder()))
         archive = stack.enter_context(open_archive(path, staging=folder))
         subject = read_subject(archive, folder, "onnx")
-        cases = list(_cases(subject, folder))
+        cases = list(_cases(subject, folder, runners))
         kept = _small_enough(cases)
         manifest, unpacked = archive.manifest, folder / UNPACKED
         handler = _handler(unpacked, manifest)
@@ -139,22 +139,20 @@ def _judged(values: Tensor, scale: Scale, allowed: float) -> dict[str, Any]:
     return {**_kept(values), "units": _kept(units), "allowed": allowed}
 
 
-def _cases(subject: Subject, folder: Path) -> Iterator[dict[str, Any]]:
+def _cases(subject: Subject, folder: Path, runners: Runners) -> Iterator[dict[str, Any]]:
     """Yield the cases, golden requests first, with what is expected of each output."""
-    parity = subject.report.parity
-    assert parity is not None, "others are no subjects"
+    parity = subject.parity
     if parity.is_quantized:
         raise ArchiveError(
             f"{subject.path.name} is quantised, and a page's rule has no place for approximations"
         )
-    program = subject.program
-    found = run(HERE["onnx"], HERE_PYTHON, program, subject.cases(), folder)
+    found = runners.run(HERE["onnx"], HERE_PYTHON, subject.program, subject.cases(), folder)
     if not subject.is_as_recorded(found):
         raise ArchiveError(
             f"{subject.path.name} gives something else here than its golden requests record; "
             "modelyard verify says what"
         )
-    outputs = [list(found.outputs(place).values()) for place in range(len(subject.probes))]
+    outputs = list(subject.outputs(found))
     found.discard()
     scales = OutputScales()
     for probe, given in zip(subject.probes, outputs, strict=True):
@@ -171,7 +169,9 @@ def _cases(subject: Subject, folder: Path) -> Iterator[dict[str, Any]]:
         of_all = zip(rules.items(), outputs[place], scales.of(probe.kind), strict=True)
         yield {
             "name": _name(probe.request) if isinstance(probe, GoldenCase) else str(probe),
-            "inputs": {name: _kept(value) for name, value in subject.case(place).items()},
+            "inputs": {
+                name: _kept(each) for name, each in subject.named(subject.inputs(probe)).items()
+            },
             "outputs": {
                 name: _judged(value, scale, rule.allowed.get(str(probe), rule.tolerance))
                 for (name, rule), value, scale in of_all
@@ -228,7 +228,7 @@ def _pictures(
     examples = []
     for read in subject.golden:
         if types[read.request] in SHOWN:
-            (given,) = read.inputs
+            (given,) = read.values
             picture = b64encode((folder / read.request).read_bytes()).decode()
             examples.append({
                 "name": _name(read.request), "type": types[read.request], "picture": picture,

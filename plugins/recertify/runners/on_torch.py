@@ -1,4 +1,4 @@
-"""Run the cases of a task on torch: `python on_torch.py TASK.json`.
+"""Run the cases of tasks on torch.
 
 It runs in an environment of its own and imports nothing of Modelyard; `runtimes` says what it
 reads and writes. The file is one that was judged: torch.export.load trusts what it is given.

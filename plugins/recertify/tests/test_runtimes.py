@@ -76,7 +76,7 @@ def test_an_environment_of_npm_that_cannot_be_made_leaves_nothing(tmp_path: Path
     runtime = OTHERS["onnxruntime-web"].runtime
     environment = NodeEnvironment("x", (runtime,), tmp_path / "env/bin/node", (nothing,))
 
-    with pytest.raises(Exception, match="no folder with x can be made"):
+    with pytest.raises(Exception, match="no environment with x can be made"):
         environment.build()
     assert not (tmp_path / "env").exists()
 
