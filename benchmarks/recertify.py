@@ -113,8 +113,9 @@ def seeded(archives: list[Path], draws: int) -> None:
                 if row.verdict != "differs":
                     (again,) = recertify([row.archive], [environment], draws) if draws else ([row],)
                     most = max(again, key=lambda each: each.share)
-                    print(f"    {row.verdict}: {row.archive.name}, share {row.share:.2g}; with "
-                          f"{most.further} further: {most.verdict}, {most.share:.2g}", flush=True)  # fmt: skip
+                    said = f"    {row.verdict}: {row.archive.name}, share {row.share:.2g}; "
+                    said += f"with {most.further} further: {most.verdict}, {most.share:.2g}"
+                    print(said, flush=True)
         print(f"found {found} of {len(archives) * len(ONNX_FAULTS | WHEN)}")
 
 

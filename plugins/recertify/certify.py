@@ -38,14 +38,11 @@ from modelyard.handlers.proof.agree import Rule, allowance, compare, disagreemen
 from modelyard.handlers.proof.copies import judge, repeated_probes
 from modelyard.handlers.proof.probes import Probe, make_case
 from modelyard.handlers.proof.witness import describe_difference, restored
-from modelyard.plugins.recertify.environments import HERE_PYTHON, Environment, plan
+from modelyard.plugins.recertify.environments import Environment, plan
 from modelyard.plugins.recertify.further import Further, further_inputs, rounded_otherwise
-from modelyard.plugins.recertify.runs import Case, Outcome, Program, Runners
-from modelyard.plugins.recertify.runtimes import HERE, Runtime
+from modelyard.plugins.recertify.runs import Case, Outcome, Program, Runners, Where
 
 NOT_RUN, UNTOUCHED = "not run", "untouched"
-Where = tuple[Runtime, Path]
-"""What runs an artifact, and the interpreter of its environment."""
 
 
 @dataclass(frozen=True)
@@ -111,20 +108,11 @@ class GoldenCase(Probe):
 class Subject:
     """An artifact with its report, and what it is given."""
 
-    path: Path
+    program: Program
     report: Report
     parity: Parity
     """The rule; of the report, and for further inputs of what they move by here."""
     probes: Sequence[Probe]
-
-    @property
-    def program(self) -> Program:
-        """What a runner is told."""
-        signature = self.report.signature
-        inputs, outputs = (
-            tuple(spec.name for spec in specs) for specs in (signature.inputs, signature.outputs)
-        )
-        return Program(self.path, self.report.format, inputs, outputs)
 
     @property
     def golden(self) -> list[GoldenCase]:
@@ -231,37 +219,30 @@ def certify(
     archive.unpack(unpacked)
     reports = dict(_reports(archive))
     formats = {report.format for report in reports.values()}
-    wanted = [
-        (environment, [each for each in environment.runtimes if formats & {*each.formats}])
-        for environment in environments
-    ]
-    for environment, runtimes in wanted:
-        if not runtimes:
+    for environment in environments:
+        if not any(formats & {*each.formats} for each in environment.runtimes):
             why = f"it holds {', '.join(sorted(formats))}, which none of that runs"
             yield Row(archive.path, archive.digest, environment.name, UNTOUCHED, why=why)
-    if golden is None and any(runtimes for _, runtimes in wanted):
-        golden = _golden(archive, unpacked)
     for name, report in reports.items():
         runs = [
             (environment, runtime)
-            for environment, runtimes in wanted
-            for runtime in runtimes
+            for environment in environments
+            for runtime in environment.runtimes
             if report.format in runtime.formats
         ]
         if not runs:
             continue
-        subject = _subject(unpacked / name, report, golden or ())
+        golden = _golden(archive, unpacked) if golden is None else golden
+        subject = _subject(unpacked / name, report, golden)
         further = further_inputs(report.tried, subject.parity.extent, subject.probes, draws)
-        subject, expected = _run_here(subject, list(further), folder, runners)
+        subject, expected = _run_here(subject, list(further), runners)
         if name == archive.manifest.serialized_file and not subject.is_as_recorded(expected):
             _replayed(unpacked, archive.manifest)  # a handler may give something else on purpose
         for environment, runtime in runs:
             row = Row(archive.path, archive.digest, environment.name, NOT_RUN, name,
                       report.artifact_sha256, runtime.name)  # fmt: skip
             try:
-                yield _compare(
-                    row, subject, expected, (runtime, environment.python), folder, runners
-                )
+                yield _compare(row, subject, expected, (runtime, environment.python), runners)
             except (ArchiveError, HandlerError) as error:
                 yield replace(row, why=" ".join(str(error).split()))
         expected.discard()
@@ -396,11 +377,13 @@ def _subject(path: Path, report: Report, golden: Sequence[GoldenCase]) -> Subjec
             f"{path.name}: its export used samples alone, which no archive holds, and it has no "
             "golden request; archive it with --example FILE"
         )
-    return Subject(path, report, report.parity, probes)
+    signature = report.signature
+    names = (tuple(spec.name for spec in specs) for specs in (signature.inputs, signature.outputs))
+    return Subject(Program(path, report.format, *names), report, report.parity, probes)
 
 
 def _run_here(
-    subject: Subject, further: Sequence[Further], folder: Path, runners: Runners
+    subject: Subject, further: Sequence[Further], runners: Runners
 ) -> tuple[Subject, Outcome]:
     """Run a subject as a server does, on further inputs too, and say what it gives.
 
@@ -408,9 +391,7 @@ def _run_here(
     by elsewhere, as it does in an export.
     """
     whole = replace(subject, probes=(*subject.probes, *further))
-    here = partial(
-        runners.run, HERE[subject.report.format], HERE_PYTHON, subject.program, folder=folder
-    )
+    here = partial(runners.run, subject.program.here, subject.program)
     rounded = (subject.named(rounded_otherwise(whole.inputs(probe))) for probe in further)
     try:
         outcome = here(itertools.chain(whole.cases(), rounded))
@@ -438,12 +419,10 @@ def _run_here(
     return steady, replace(expected, places=tuple(at[place] for place in kept))
 
 
-def _compare(
-    row: Row, subject: Subject, expected: Outcome, there: Where, folder: Path, runners: Runners
-) -> Row:
+def _compare(row: Row, subject: Subject, expected: Outcome, there: Where, runners: Runners) -> Row:
     """Run a subject there, and judge what it gives by what it gave here."""
-    format, (runtime, python) = subject.report.format, there
-    found = runners.run(runtime, python, subject.program, subject.cases(), folder)
+    runtime, here = there[0], subject.program.here[0].name
+    found = runners.run(there, subject.program, subject.cases())
     places = range(len(subject.probes))
     rules, of_all = subject.judge(found, expected)
     said = (disagreement(name, rule, of_all[name], subject.probes) for name, rule in rules.items())
@@ -457,12 +436,12 @@ def _compare(
         same &= all(map(_same_bits, one, other))
     measured = [_measure(rules, of_all, place, str(subject.probes[place])) for place in places]
     worst = max(places, key=lambda place: measured[place][:2])
-    first = _first(subject, there, measured, folder, runners) if apart else ""
+    first = _first(subject, there, measured, runners) if apart else ""
     found.discard()
     return replace(
         row,
         verdict=DIFFERS if apart else SAME if same else WITHIN,
-        here=f"{HERE[format].name} {expected.told[HERE[format].name]}",
+        here=f"{here} {expected.told[here]}",
         there=found.told.get(runtime.name.partition(":")[0], ""),
         cases=len(subject.probes),
         golden=len(subject.golden),
@@ -506,11 +485,7 @@ def _share(rule: Rule, measured: Mapping[str, Any], case: str) -> float:
 
 
 def _first(
-    subject: Subject,
-    there: Where,
-    measured: Sequence[tuple[float, float, int]],
-    folder: Path,
-    runners: Runners,
+    subject: Subject, there: Where, measured: Sequence[tuple[float, float, int]], runners: Runners
 ) -> str:
     """Name the first value that differs, in the smallest case that does."""
     differing = [place for place, each in enumerate(measured) if each[0] > 1] or [0]
@@ -520,10 +495,9 @@ def _first(
     layers: dict[str, tuple[str, str]] = {}
     try:
         if program.format == "onnx":
-            program, layers = _exposed(program, folder)
+            program, layers = _exposed(program)
         outcomes = [
-            runners.run(*where, program, [case], folder, every_value=True)
-            for where in ((HERE[program.format], HERE_PYTHON), there)
+            runners.run(where, program, [case], every_value=True) for where in (program.here, there)
         ]
     except (ArchiveError, HandlerError, ValueError) as error:  # protobuf's, of 2 GB
         return f"where it first differs cannot be had: {error}"
@@ -542,7 +516,7 @@ def _first(
     return "no value inside differs, as soon as each of them is looked at"
 
 
-def _exposed(program: Program, folder: Path) -> tuple[Program, dict[str, tuple[str, str]]]:
+def _exposed(program: Program) -> tuple[Program, dict[str, tuple[str, str]]]:
     """Write a copy of an ONNX file that gives what each node gives; say which nodes these are."""
     import onnx
 
@@ -560,6 +534,6 @@ def _exposed(program: Program, folder: Path) -> tuple[Program, dict[str, tuple[s
     outputs = {value.name: value for value in model.graph.output}
     del model.graph.output[:]
     model.graph.output.extend(outputs[name] for name in dict.fromkeys((*layers, *asked)))
-    path = folder / "exposed.onnx"
+    path = program.path.with_name(f"exposed-{program.path.name}")
     onnx.save(model, path)
     return replace(program, path=path, outputs=tuple(outputs)), layers

@@ -80,7 +80,7 @@ def recertify(
     # Here, for `--help` does not wait for what it does not use.
     from modelyard.archiver.read import open_archive
     from modelyard.archiver.signing import read_signing_key, read_trusted_keys
-    from modelyard.plugins.recertify import environments, lines, others
+    from modelyard.plugins.recertify import environments, lines
     from modelyard.plugins.recertify.certify import recertify as run
     from modelyard.plugins.recertify.page import format_page
 
@@ -88,7 +88,7 @@ def recertify(
         paths = list(_archives(archives))
         planned = environments.plan(with_ or [], python)
         planned += [environments.existing(each) for each in in_ or []]
-        planned += [others.plan(each, python) for each in runtime or []]
+        planned += [environments.plan_other(each, python) for each in runtime or []]
         if not planned:
             raise WrongUsage("give --with NAME==VERSION, --in PYTHON or --runtime NAME")
         key = read_signing_key(sign) if write else None
@@ -147,11 +147,10 @@ def _end(rows: Sequence[Row]) -> None:
         Differs: an answer changes.
         NothingCompared: something could not be run, or nothing was.
     """
-    of = {row.verdict: 0 for row in rows}
-    for row in rows:
-        of[row.verdict] += 1
-    said = ", ".join(f"{count} {verdict}" for verdict, count in of.items())
+    from modelyard.plugins.recertify.page import describe_counts
+
+    of, said = {row.verdict for row in rows}, describe_counts(rows)
     if "differs" in of:
         raise Differs(f"answers change: {said}")
-    if "not run" in of or of.keys() <= {"untouched"}:
+    if "not run" in of or of <= {"untouched"}:
         raise NothingCompared(f"not everything was compared: {said}")

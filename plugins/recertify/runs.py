@@ -5,6 +5,7 @@ A runner stays for further tasks, so that its library is imported once for many 
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import select
@@ -12,10 +13,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import safetensors
 from safetensors.torch import save_file
@@ -23,7 +24,8 @@ from torch import Tensor
 
 from modelyard.archiver.errors import DoesNotRun
 from modelyard.base.threads import thread_environment
-from modelyard.plugins.recertify.runtimes import RUNNERS, Runtime
+from modelyard.plugins.recertify.environments import HERE_PYTHON
+from modelyard.plugins.recertify.runtimes import HERE, RUNNERS, Runtime
 from modelyard.serve.control.sandbox import Sandbox, own_variables
 from modelyard.serve.settings import load_settings
 from modelyard.serve.walls.environment import choose_variables
@@ -34,6 +36,8 @@ CHUNK_BYTES = 64 << 20
 
 Case = Mapping[str, Tensor]
 """Input → its values."""
+Where = tuple[Runtime, Path]
+"""What runs an artifact, and the interpreter of its environment."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,11 @@ class Program:
     format: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+
+    @property
+    def here(self) -> Where:
+        """What runs it in a server here."""
+        return HERE[self.format], HERE_PYTHON
 
 
 @dataclass(frozen=True)
@@ -58,13 +67,11 @@ class Outcome:
     def outputs(self, case: int) -> dict[str, Tensor]:
         """Return what was computed for a case, in the order in which it was."""
         file, name = self.places[case]
-        with file.open("rb") as read:
-            header = json.loads(read.read(int.from_bytes(read.read(8), "little")))
         with safetensors.safe_open(file, "pt") as opened:
             return {
                 each.partition("/")[2]: opened.get_tensor(each)
-                for each in header
-                if each.partition("/")[0] == name and each != "__metadata__"
+                for each in opened.offset_keys()
+                if each.startswith(f"{name}/")
             }
 
     def discard(self) -> None:
@@ -73,51 +80,34 @@ class Outcome:
             file.unlink(missing_ok=True)
 
 
-class Runners:
-    """Runners that were started, and the folder that they read."""
+class Runners(ExitStack):
+    """Runners that were started, and the folder that they read; closing it ends them."""
 
     def __init__(self) -> None:
-        self._stack = ExitStack()
+        super().__init__()
+        root = self.enter_context(tempfile.TemporaryDirectory(prefix="modelyard-"))
+        self._root, self._numbers = Path(root), itertools.count()
         self._started: dict[tuple[str, Path], Runner] = {}
-
-    def __enter__(self) -> Self:
-        """Make the folder."""
-        made = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="modelyard-"))
-        self._root = Path(made)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        """End them all, and remove it."""
-        for runner in self._started.values():
-            runner.end()
-        self._stack.close()
 
     def folder(self) -> tempfile.TemporaryDirectory[str]:
         """Make a folder that all of them read, and none writes."""
         return tempfile.TemporaryDirectory(dir=self._root)
 
     def run(
-        self,
-        runtime: Runtime,
-        python: Path,
-        program: Program,
-        cases: Iterable[Case],
-        folder: Path,
-        every_value: bool = False,
+        self, where: Where, program: Program, cases: Iterable[Case], every_value: bool = False
     ) -> Outcome:
         """Run all cases, some at a time.
 
         Args:
-            runtime: what runs them.
-            python: interpreter of its environment.
-            program: the artifact; its file was judged.
+            where: what runs them.
+            program: the artifact, in a folder of `folder`; its file was judged.
             cases: inputs, by name.
-            folder: of `folder`; the outputs' files stay in it.
             every_value: whether what is computed in between is kept.
 
         Raises:
             DoesNotRun: the runner's own sentence.
         """
+        key = where[0].name, where[1]
         places: list[tuple[Path, str]] = []
         told: dict[str, str] = {}
         seconds = 0.0
@@ -128,7 +118,7 @@ class Runners:
                 for name, case in zip(names, chunk, strict=True)
                 for key, value in case.items()
             }
-            file, out = (Path(tempfile.mkstemp(dir=folder)[1]) for _ in range(2))
+            file, out = (self._root / f"{next(self._numbers)}.{of}" for of in ("cases", "out"))
             save_file(given, file)
             task = {
                 "artifact": str(program.path),
@@ -137,11 +127,10 @@ class Runners:
                 "every_value": every_value,
                 "options": {"inputs": program.inputs, "outputs": program.outputs},
             }
-            runner = self._started.get((runtime.name, python))
-            if runner is None or runner.has_ended:
-                runner = Runner(runtime, python, self._root)
-                self._started[runtime.name, python] = runner
-            told = runner.run(task, out)
+            if key not in self._started or self._started[key].process.returncode is not None:
+                self._started[key] = runner = Runner(where, self._root)
+                self.callback(runner.end)
+            told = self._started[key].run(task, out)
             file.unlink()
             seconds += float(told.get("seconds", 0))
             places += [(out, name) for name in names]
@@ -165,14 +154,14 @@ def _chunks(cases: Iterable[Case]) -> Iterator[list[Case]]:
 class Runner:
     """A process that runs one task after the other, and may write a folder of its own."""
 
-    def __init__(self, runtime: Runtime, python: Path, root: Path) -> None:
+    def __init__(self, where: Where, root: Path) -> None:
+        runtime, python = where
         self._name = runtime.name
         own = Path(tempfile.mkdtemp(dir=root), "task-own")
         own.mkdir()
         self._out, self._said = own / "out.safetensors", own.with_name("said")
         threads = thread_environment()
         self._options = {"threads": int(threads["OMP_NUM_THREADS"]), **runtime.options}
-        command = [each.format(python=python) for each in runtime.command]
         walls = Sandbox(load_settings({})).plan(own, "none", "own", may_write=True)
         environment = {**choose_variables(os.environ), **threads}
         for name in [each for each in environment if each.startswith("PYTHON")]:
@@ -181,19 +170,17 @@ class Runner:
             reads = (python.parents[1], python.resolve().parents[1], RUNNERS, root)
             walls = replace(walls, reads=(*walls.reads, *map(str, reads)))
             environment |= own_variables(own)
-        walled = [sys.executable, "-P", "-m", "modelyard.plugins.recertify.walled"]
+        command = [
+            *(sys.executable, "-P", "-m", "modelyard.plugins.recertify.walled"),
+            json.dumps(walls and asdict(walls)),
+            *(each.format(python=python) for each in runtime.command),
+            str(RUNNERS / runtime.program),
+        ]
         with self._said.open("wb") as said:
-            self._process = subprocess.Popen(
-                [*walled, json.dumps(walls and asdict(walls)), *command,
-                 str(RUNNERS / runtime.program)],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said,
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True,
                 env=environment, cwd=own, start_new_session=True,
             )  # fmt: skip
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether it runs nothing any more."""
-        return self._process.returncode is not None
 
     def run(self, task: Mapping[str, Any], out: Path) -> dict[str, str]:
         """Have a task run; return what is told of it.
@@ -206,22 +193,18 @@ class Runner:
             DoesNotRun: the runner's own sentence; or it ended, or said nothing in time.
         """
         whole = {**task, "out": str(self._out), "options": {**task["options"], **self._options}}
-        assert self._process.stdin is not None and self._process.stdout is not None
-        try:
-            self._process.stdin.write(json.dumps(whole).encode() + b"\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            pass  # why, it has said
-        if not select.select([self._process.stdout], [], [], TIMEOUT_S)[0]:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        with suppress(BrokenPipeError):  # why, it has said
+            print(json.dumps(whole), file=self.process.stdin, flush=True)
+        if not select.select([self.process.stdout], [], [], TIMEOUT_S)[0]:
             self.end()
             raise DoesNotRun(f"{self._name} did not end within {TIMEOUT_S:g} s")
-        answer = self._process.stdout.readline().decode("utf-8", "replace")
-        if not answer:
+        if not (answer := self.process.stdout.readline()):
             self.end()
             text = self._said.read_text(encoding="utf-8", errors="replace")
-            raise DoesNotRun(([*filter(str.strip, text.splitlines())] or ["it said nothing"])[-1])
+            answer = ([*filter(str.strip, text.splitlines())] or ["it said nothing"])[-1]
         if answer.strip():
-            raise DoesNotRun(answer.strip())
+            raise DoesNotRun(answer.strip()[:600])
         try:
             self._out.rename(out)
             with safetensors.safe_open(out, "pt") as opened:
@@ -231,6 +214,6 @@ class Runner:
 
     def end(self) -> None:
         """End it, and what it has started."""
-        if not self.has_ended:
-            os.killpg(self._process.pid, 9)
-            self._process.communicate()
+        if self.process.returncode is None:
+            os.killpg(self.process.pid, 9)
+            self.process.communicate()

@@ -29,14 +29,12 @@ from modelyard.archiver.replay import UNPACKED
 from modelyard.archiver.untrusted.names import MANIFEST_NAME
 from modelyard.base.scale import Scale, one_place
 from modelyard.handlers import BUILT_IN
-from modelyard.handlers.proof.agree import OutputScales, joint_rules, within_reason
+from modelyard.handlers.proof.copies import rules_of
 from modelyard.handlers.proof.witness import INPUT_TOLERANCE
 from modelyard.handlers.tasks.vision_handler import VisionHandler
-from modelyard.plugins.recertify import others
 from modelyard.plugins.recertify.certify import GoldenCase, Subject, read_subject
-from modelyard.plugins.recertify.environments import HERE_PYTHON
+from modelyard.plugins.recertify.environments import plan_other
 from modelyard.plugins.recertify.runs import Runners
-from modelyard.plugins.recertify.runtimes import HERE
 from modelyard.serve.worker.load import load_service
 
 HERE_FOLDER = Path(__file__).parent
@@ -65,14 +63,14 @@ def format_web_page(path: Path) -> tuple[str, int]:
         ArchiveError: there is nothing that a page could verify.
         HandlerError: the archive does not load here.
     """
-    environment = others.plan("onnxruntime-web")
+    environment = plan_other("onnxruntime-web")
     environment.build()
     with ExitStack() as stack:
         runners = stack.enter_context(Runners())
         folder = Path(stack.enter_context(runners.folder()))
         archive = stack.enter_context(open_archive(path, staging=folder))
         subject = read_subject(archive, folder, "onnx")
-        cases = list(_cases(subject, folder, runners))
+        cases = list(_cases(subject, runners))
         kept = _small_enough(cases)
         manifest, unpacked = archive.manifest, folder / UNPACKED
         handler = _handler(unpacked, manifest)
@@ -90,14 +88,14 @@ def format_web_page(path: Path) -> tuple[str, int]:
             "facts": {
                 "Model": f"{manifest.model_name} {manifest.model_version}",
                 "Archive": f"SHA-256 {archive.digest}",
-                "Artifact": f"{subject.path.name}, SHA-256 {report.artifact_sha256}",
+                "Artifact": f"{subject.program.path.name}, SHA-256 {report.artifact_sha256}",
                 "Proven with": ", ".join(f"{key} {text}" for key, text in report.versions.items()),
                 "Runs on": f"{environment.requirements[0]}, WebAssembly, one thread",
                 "Cases": f"{len(kept)} of {len(cases)}"
                 + (", the larger ones left out" if len(kept) < len(cases) else ""),
             },
         }
-        model = subject.path.read_bytes()
+        model = subject.program.path.read_bytes()
     dist = environment.python.parents[1] / "node_modules" / "onnxruntime-web" / "dist"
     style, script, page = (
         (HERE_FOLDER / f"web_page.{kind}").read_text(encoding="utf-8")
@@ -139,28 +137,22 @@ def _judged(values: Tensor, scale: Scale, allowed: float) -> dict[str, Any]:
     return {**_kept(values), "units": _kept(units), "allowed": allowed}
 
 
-def _cases(subject: Subject, folder: Path, runners: Runners) -> Iterator[dict[str, Any]]:
+def _cases(subject: Subject, runners: Runners) -> Iterator[dict[str, Any]]:
     """Yield the cases, golden requests first, with what is expected of each output."""
-    parity = subject.parity
+    parity, program = subject.parity, subject.program
     if parity.is_quantized:
         raise ArchiveError(
-            f"{subject.path.name} is quantised, and a page's rule has no place for approximations"
+            f"{program.path.name} is quantised, and a page's rule has no place for approximations"
         )
-    found = runners.run(HERE["onnx"], HERE_PYTHON, subject.program, subject.cases(), folder)
+    found = runners.run(program.here, program, subject.cases())
     if not subject.is_as_recorded(found):
         raise ArchiveError(
-            f"{subject.path.name} gives something else here than its golden requests record; "
+            f"{program.path.name} gives something else here than its golden requests record; "
             "modelyard verify says what"
         )
     outputs = list(subject.outputs(found))
     found.discard()
-    scales = OutputScales()
-    for probe, given in zip(subject.probes, outputs, strict=True):
-        scales.see(probe.kind, given)
-    rules = {
-        name: within_reason(rule, subject.probes)
-        for name, rule in joint_rules(parity, parity).items()
-    }
+    rules, scales = rules_of(parity, parity, subject.probes, outputs)
     order = sorted(
         range(len(outputs)), key=lambda place: not isinstance(subject.probes[place], GoldenCase)
     )
