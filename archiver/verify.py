@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING
 from modelyard.archiver.errors import ArchiveError, DoesNotRun
 from modelyard.archiver.explanations import Explanations, parse_explanations
 from modelyard.archiver.manifest import Manifest
-from modelyard.archiver.proven import describe_repeated, find_other_versions, find_unproven
+from modelyard.archiver.proven import (
+    describe_repeated,
+    find_other_versions,
+    find_unproven,
+    read_reports,
+)
 from modelyard.archiver.read import Archive
 from modelyard.archiver.replay import UNPACKED, Pair, ParityResult, Replay, replay
 from modelyard.archiver.report import ceiling, parse_report
@@ -125,14 +130,10 @@ def find_pair(manifest: Manifest, read: Callable[[str], bytes]) -> Pair | None:
         manifest: manifest of the archive.
         read: returns the content of one of its files.
     """
-    seal, artifact = manifest.modelyard, manifest.serialized_file
-    explain = seal and seal.explain
-    if not (seal and explain and seal.report and artifact) or explain.artifact == artifact:
+    reports = read_reports(manifest, read)
+    if len(reports) < 2 or None in [report.parity for report in reports.values()]:
         return None
-    reports = (seal.report, explain.report)
-    if None in [parse_report(read(name), Path(name)).parity for name in reports]:
-        return None
-    return Pair(artifact, explain.artifact, *reports)
+    return Pair(*reports, *(str(report.path) for report in reports.values()))
 
 
 def _run(archive: Archive, device: str) -> Iterator[Check]:

@@ -40,7 +40,7 @@ def main(
     with_: Annotated[list[str], typer.Option("--with", help="Repeatable.")] = [],  # noqa: B006
     in_: Annotated[list[Path], typer.Option("--in", help="Repeatable.")] = [],  # noqa: B006
     faults: Annotated[int, typer.Option(min=0, help="Networks that are tried with them.")] = 0,
-    draws: Annotated[int, typer.Option(help="Inputs of each kind, where a fault is missed.")] = 0,
+    draws: Annotated[int, typer.Option(help="Inputs of each kind, where a fault is missed.")] = 3,
     formats: Annotated[list[str], typer.Option(help="Repeatable.")] = ["onnx"],  # noqa: B006
 ) -> None:
     """State false alarms and misses.
@@ -96,27 +96,31 @@ def largest(rows: list[Row]) -> float:
 def seeded(archives: list[Path], draws: int) -> None:
     """Print what is said of each wrong kernel, and whether further inputs show what was missed."""
     with tempfile.TemporaryDirectory() as name:
-        wrong = {
+        made = {
             fault: existing(interpreter(Path(name, str(at)), fault))
             for at, fault in enumerate((*ONNX_FAULTS, *WHEN, *HARMLESS))
         }
-        rows = list(judged(archives, list(wrong.values())))
+        rows = list(judged(archives, list(made.values())))
         print("\n" + "  ".join([f"{'seeded':44}", *VERDICTS, "layer named"]))
-        found = 0
-        for fault, environment in wrong.items():
+        for fault, environment in made.items():
             of = [row for row in rows if row.environment == environment.name]
             kinds = ONNX_FAULTS.get(fault, ("",))[0].split()
             named = sum(any(f"({kind}" in row.first for kind in kinds) for row in of)
             print(f"{fault:44}  {counted(of)}  {named if kinds else ''}")
-            for row in of if fault not in HARMLESS else ():
-                found += row.verdict == "differs"
-                if row.verdict != "differs":
-                    (again,) = recertify([row.archive], [environment], draws) if draws else ([row],)
-                    most = max(again, key=lambda each: each.share)
-                    said = f"    {row.verdict}: {row.archive.name}, share {row.share:.2g}; "
-                    said += f"with {most.further} further: {most.verdict}, {most.share:.2g}"
-                    print(said, flush=True)
-        print(f"found {found} of {len(archives) * len(ONNX_FAULTS | WHEN)}")
+        faults = {each.name: fault for fault, each in made.items() if fault not in HARMLESS}
+        for archive in archives:
+            missed = {
+                row.environment: row
+                for row in rows
+                if row.archive == archive and row.environment in faults and row.verdict != "differs"
+            }
+            environments = [each for each in made.values() if each.name in missed]
+            for (again,) in [recertify([archive], environments, draws)] if environments else []:
+                for row in again:
+                    before = missed[row.environment]
+                    print(f"{archive.stem}, {faults[row.environment]}: {before.verdict}, "
+                          f"{before.share:.2g}; with {row.further} further: {row.verdict}, "
+                          f"{row.share:.2g}", flush=True)  # fmt: skip
 
 
 def fill(store: Path, models: int, formats: list[str]) -> None:

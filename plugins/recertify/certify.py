@@ -22,10 +22,10 @@ from torch import Tensor
 
 from modelyard.archiver.errors import ArchiveError, DoesNotRun
 from modelyard.archiver.manifest import Manifest
-from modelyard.archiver.proven import DIFFERS, SAME, WITHIN, find_difference
+from modelyard.archiver.proven import DIFFERS, SAME, WITHIN, find_difference, read_reports
 from modelyard.archiver.read import Archive, open_archive
 from modelyard.archiver.replay import UNPACKED, replay
-from modelyard.archiver.report import Parity, Report, parse_report
+from modelyard.archiver.report import Parity, Report
 from modelyard.archiver.untrusted.container import OpenFile
 from modelyard.archiver.untrusted.json import parse_json
 from modelyard.archiver.verify import verify_archive
@@ -296,13 +296,7 @@ def _reports(archive: Archive) -> Iterator[tuple[str, Report]]:
     """
     if problems := [each.problem for each in verify_archive(archive, run=False) if each.problem]:
         raise ArchiveError("; ".join(problems))
-    manifest, seal = archive.manifest, archive.manifest.modelyard
-    named = {}
-    if seal is not None and seal.report and manifest.serialized_file:
-        named[manifest.serialized_file] = seal.report
-        if seal.explain:
-            named.setdefault(seal.explain.artifact, seal.explain.report)
-    reports = {name: parse_report(archive.read(file), Path(file)) for name, file in named.items()}
+    reports = read_reports(archive.manifest, archive.read)
     proven = {name: report for name, report in reports.items() if report.parity is not None}
     if not proven:
         raise ArchiveError(
@@ -487,10 +481,12 @@ def _share(rule: Rule, measured: Mapping[str, Any], case: str) -> float:
 def _first(
     subject: Subject, there: Where, measured: Sequence[tuple[float, float, int]], runners: Runners
 ) -> str:
-    """Name the first value that differs, in the smallest case that does."""
+    """Name the first value that differs, in the smallest case that does; a request's before all."""
     differing = [place for place, each in enumerate(measured) if each[0] > 1] or [0]
     cases = {place: subject.inputs(subject.probes[place]) for place in differing}
-    place = min(cases, key=lambda place: sum(each.numel() for each in cases[place]))
+    sizes = {place: sum(each.numel() for each in cases[place]) for place in differing}
+    requests = [place for place in cases if isinstance(subject.probes[place], GoldenCase)]
+    place = min(requests or cases, key=sizes.__getitem__)
     program, case = subject.program, subject.named(cases[place])
     layers: dict[str, tuple[str, str]] = {}
     try:

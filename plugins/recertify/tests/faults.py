@@ -102,7 +102,7 @@ HARMLESS = {
     "two last places, of some": "np.where(y > 0, y * y.dtype.type(1 + 1.2e-7), y)",
     "zeros without a sign": "y + y.dtype.type(0)",
     "denormals are zeros": "np.where(abs(y) < 1.2e-38, 0, y).astype(y.dtype)",
-    "in another order of memory": "np.asfortranarray(y)",
+    "in another order of memory": "y.copy(order='F')",
     "by way of float64": "(y.astype('f8') * (1 - 1e-9)).astype(y.dtype)",
     "two threads": "options.intra_op_num_threads = 2",
     "no fused operators": "options.graph_optimization_level = level.ORT_DISABLE_ALL",
