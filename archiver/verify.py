@@ -6,15 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from modelyard.archiver import proven
 from modelyard.archiver.errors import ArchiveError, DoesNotRun
 from modelyard.archiver.explanations import Explanations, parse_explanations
 from modelyard.archiver.manifest import Manifest
-from modelyard.archiver.proven import (
-    describe_repeated,
-    find_other_versions,
-    find_unproven,
-    read_reports,
-)
 from modelyard.archiver.read import Archive
 from modelyard.archiver.replay import UNPACKED, Pair, ParityResult, Replay, replay
 from modelyard.archiver.report import ceiling, parse_report
@@ -89,12 +84,12 @@ def verify_archive(
         checks.append(Check("signature", "there; not checked without --public-key"))
     if seal is not None:
         checks += _tolerances(archive, tolerance)
-        unproven = find_unproven(archive.manifest, archive.read)
+        unproven = proven.find_unproven(archive.manifest, archive.read)
         if unproven and unproven.reason == "another":
             checks.append(Check("proof", "of something else", f"{unproven.text}; export it again"))
     if seal is not None and run:
         checks += _run(archive, device)
-    elif seal is not None and (other := find_other_versions(archive.manifest, archive.read)):
+    elif seal is not None and (other := proven.find_other_versions(archive.manifest, archive.read)):
         checks.append(Check("proof", f"{other}; nothing was run"))
     return checks
 
@@ -130,7 +125,7 @@ def find_pair(manifest: Manifest, read: Callable[[str], bytes]) -> Pair | None:
         manifest: manifest of the archive.
         read: returns the content of one of its files.
     """
-    reports = read_reports(manifest, read)
+    reports = proven.read_reports(manifest, read)
     if len(reports) < 2 or None in [report.parity for report in reports.values()]:
         return None
     return Pair(*reports, *(str(report.path) for report in reports.values()))
@@ -171,7 +166,7 @@ def _run(archive: Archive, device: str) -> Iterator[Check]:
         yield _parity_check(outcome.parity)
     if stated is not None:
         yield _explanations_check(stated, outcome.explained)
-    if other := find_other_versions(archive.manifest, archive.read):
+    if other := proven.find_other_versions(archive.manifest, archive.read):
         yield Check("proof", f"{other}; {_describe(outcome)}")
     if own := [name for name in archive.names if name.endswith(CODE)]:
         shown = ", ".join(own[:3]) + (f" and {len(own) - 3} more" if len(own) > 3 else "")
@@ -193,7 +188,7 @@ def _describe(outcome: Replay) -> str:
     parity = outcome.parity
     if (parity and parity.differences) or any(each.difference for each in outcome.golden):
         return "its answers are others here"
-    return describe_repeated(len(outcome.golden), parity.cases if parity else 0)
+    return proven.describe_repeated(len(outcome.golden), parity.cases if parity else 0)
 
 
 def _golden_checks(archive: Archive, outcome: Replay) -> Iterator[Check]:

@@ -47,10 +47,8 @@ def rules_of(
         cases: what both were given.
         wanted: outputs of the second, case by case.
     """
-    rules = {
-        name: agree.within_reason(rule, cases)
-        for name, rule in agree.joint_rules(one, other).items()
-    }
+    joint = agree.joint_rules(one, other).items()
+    rules = {name: agree.within_reason(rule, cases) for name, rule in joint}
     # Learnt anew: a report that somebody altered may state any scale.
     scales = agree.OutputScales()
     for case, outputs in zip(cases, wanted, strict=True):

@@ -43,6 +43,8 @@ from modelyard.plugins.recertify.further import Further, further_inputs, rounded
 from modelyard.plugins.recertify.runs import Case, Outcome, Program, Runners, Where
 
 NOT_RUN, UNTOUCHED = "not run", "untouched"
+_LOOSE = 4.0
+"""Times what an answer moves by when it is rounded otherwise here, that it may move by there."""
 
 
 @dataclass(frozen=True)
@@ -111,8 +113,9 @@ class Subject:
     program: Program
     report: Report
     parity: Parity
-    """The rule; of the report, and for further inputs of what they move by here."""
     probes: Sequence[Probe]
+    loose: Mapping[tuple[str, int], float] = field(default_factory=dict)
+    """A further input, and the place of an output → how far that may move whatever the rule."""
 
     @property
     def golden(self) -> list[GoldenCase]:
@@ -151,10 +154,16 @@ class Subject:
         self, found: Outcome, expected: Outcome
     ) -> tuple[dict[str, Rule], dict[str, list[dict[str, Any]]]]:
         """Return the rule of each output, and what `agree.compare` says of it in each case."""
-        return judge(
-            self.parity, self.parity, self.probes, self.outputs(found),
-            lambda: self.outputs(expected),
-        )  # fmt: skip
+        pairs = zip(self.probes, self.outputs(expected), self.outputs(found), strict=True)
+        nearer = (
+            [
+                _nearer(*two, self.loose.get((str(probe), at), 0.0))
+                for at, two in enumerate(zip(one, other, strict=True))
+            ]
+            for probe, one, other in pairs
+        )
+        wanted = partial(self.outputs, expected)
+        return judge(self.parity, self.parity, self.probes, nearer, wanted)
 
     def is_as_recorded(self, outcome: Outcome) -> bool:
         """Return whether the model gives for golden requests what it gave when it was archived."""
@@ -395,21 +404,16 @@ def _run_here(
     expected = replace(outcome, places=at[: len(whole.probes)])
     moved = replace(outcome, places=(*at[:own], *at[len(whole.probes) :]))
     rules, measured = whole.judge(moved, expected)
-    allowed = {name: {**subject.parity.allowed.get(name, {})} for name in rules}
-    kept = list(range(own))
-    for place, probe in enumerate(further, own):
-        by = {name: measured[name][place]["scaled"] for name in rules}
-        if all(map(math.isfinite, by.values())):
-            kept.append(place)
-            may = {name: allowance(rule, probe.kind, by[name]) for name, rule in rules.items()}
-            for name, most in may.items():
-                if most is not None:
-                    allowed[name][str(probe)] = most
-    steady = replace(
-        whole,
-        parity=replace(subject.parity, allowed=allowed),
-        probes=[whole.probes[place] for place in kept],
-    )
+    kept = [
+        place for place in range(len(whole.probes))
+        if all(math.isfinite(each[place]["scaled"]) for each in measured.values())
+    ]  # fmt: skip
+    loose = {
+        (str(whole.probes[place]), at_output): _LOOSE * each[place]["max_abs"]
+        for at_output, (name, each) in enumerate(measured.items()) for place in kept
+        if allowance(rules[name], whole.probes[place].kind, each[place]["scaled"]) is not None
+    }  # fmt: skip
+    steady = replace(whole, probes=[whole.probes[place] for place in kept], loose=loose)
     return steady, replace(expected, places=tuple(at[place] for place in kept))
 
 
@@ -452,6 +456,15 @@ def _compare(row: Row, subject: Subject, expected: Outcome, there: Where, runner
             key: text for key, text in found.told.items() if key not in ("seconds", "values")
         },
     )
+
+
+def _nearer(expected: Tensor, found: Tensor, by: float) -> Tensor:
+    """Return numbers that are nearer to what is expected by so much."""
+    if not by or expected.shape != found.shape:
+        return found
+    one, two = expected.double(), found.double()
+    near = one + (two - one).sign() * ((two - one).abs() - by).clamp(min=0)
+    return torch.where(one == two, two, near).to(found.dtype)
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:

@@ -113,7 +113,7 @@ def plan(given: Sequence[str], python: Path | None = None) -> list[Environment]:
         if not runtimes:
             known = ", ".join(runtime.package for runtime in RUNTIMES.values())
             raise WrongUsage(f"--with {' '.join(each)} names nothing that runs artifacts: {known}")
-        planned.append(_planned(each, python or HERE_PYTHON, runtimes))
+        planned.append(_planned(" ".join(each), each, python or HERE_PYTHON, runtimes))
     return planned
 
 
@@ -138,14 +138,15 @@ def plan_other(text: str, python: Path | None = None) -> Environment:
     runtime = replace(runtime, command=(first, *runtime.command[1:]))
     version = version or runtime.version or installed_version(runtime.package).partition("+")[0]
     given = (f"{runtime.package}=={version}",)
-    if "node" not in runtime.programs:
-        return replace(_planned(given, python or HERE_PYTHON, (runtime,)), name=text)
-    made = _planned(given, Path(shutil.which("node") or "node"), (runtime,))
-    return NodeEnvironment(text, (runtime,), made.python.with_name("node"), given, made.base)
+    return _planned(text, given, python or HERE_PYTHON, (runtime,))
 
 
-def _planned(given: tuple[str, ...], python: Path, runtimes: tuple[Runtime, ...]) -> Environment:
+def _planned(
+    name: str, given: tuple[str, ...], python: Path, runtimes: tuple[Runtime, ...]
+) -> Environment:
     """Return an environment in its place, with these packages and what else the runtimes need."""
+    node = shutil.which("node") if "node" in runtimes[0].programs else None
+    python = Path(node or python)
     further = {each for runtime in runtimes for each in runtime.requirements}
     requirements = (*given, *sorted(further.difference(_names(given))))
     done = subprocess.run([python, "-VV"], capture_output=True, text=True, check=False)
@@ -153,7 +154,8 @@ def _planned(given: tuple[str, ...], python: Path, runtimes: tuple[Runtime, ...]
     key = hashlib.sha256("\0".join(told).encode()).hexdigest()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = cache / "modelyard" / "environments" / key[:32]
-    return Environment(" ".join(given), runtimes, folder / "bin" / "python", requirements, python)
+    kind, program = (NodeEnvironment, "node") if node else (Environment, "python")
+    return kind(name, runtimes, folder / "bin" / program, requirements, python)
 
 
 def _names(given: Sequence[str]) -> list[str]:

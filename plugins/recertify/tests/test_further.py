@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ from modelyard.archiver.signature import Dim, Signature, TensorSpec
 from modelyard.archiver.values import Limits, parse_values
 from modelyard.handlers.proof.plan import choose_probes
 from modelyard.handlers.proof.probes import make_case
+from modelyard.plugins.recertify.certify import _nearer
 from modelyard.plugins.recertify.further import further_inputs, rounded_otherwise
 from plugins.recertify.tests.faults import WHEN
 from tests.adversary.gallery import Row, judge
@@ -77,6 +80,18 @@ def test_what_a_server_refuses_is_not_tried() -> None:
     found = [each for each in made(limited) if each.min() < -2 or each.max() > 100]
     assert not found or max(float(each.abs().max()) for each in found) < 10  # as the export draws
     assert max(float(each.max()) for each in made(limited)) == 100
+
+
+def test_what_rounding_explains_is_no_difference_and_nothing_else() -> None:
+    expected = torch.tensor([1.0, 1.0, 5.0, math.inf, 0.0])
+
+    near = _nearer(expected, torch.tensor([1.5, 1.4, 5.6, math.inf, math.nan]), 0.5)
+
+    assert near[:4].tolist() == pytest.approx([1.0, 1.0, 5.1, math.inf])
+    assert near[4].isnan()
+    assert _nearer(torch.tensor([3, 3]), torch.tensor([3, 9]), 4.0).tolist() == [3, 5]
+    other = torch.zeros(2, 2)
+    assert _nearer(expected, other, 1.0) is other
 
 
 def test_they_are_the_same_each_time_and_rounding_moves_them_by_little() -> None:
