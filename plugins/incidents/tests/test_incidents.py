@@ -492,7 +492,7 @@ def test_with_the_versions_of_then_the_layer_is_named(
     if fault == "a last place":
         assert ": within" in text
     else:
-        assert "differs" in text and "(Conv, node_Conv" in text and f"the batch {id}" in text
+        assert "differs" in text and "(Conv, node_Conv" in text and f"the batch of {id}" in text
 
 
 def test_a_torn_or_strange_file_is_refused(tmp_path: Path) -> None:

@@ -11,12 +11,16 @@ import json
 import time
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from tensors import Array, Cases, main
+
+with suppress(ImportError):  # what loading a program imports: once, not in each fork
+    import torch._export.serde.serialize
 
 
 def to_torch(array: Array) -> torch.Tensor:
