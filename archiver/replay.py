@@ -80,8 +80,8 @@ class Replay:
     lacking: tuple[str, ...] = ()
     """Walls that did not stand around it."""
     batches: Sequence[Mapping[str, Any]] = ()
-    """Of each batch that was given `answers`, a `status` and a `body` in Base64 for each request,
-    and what the model `read`."""
+    """Batches that were given: `answers`, a `status` and a `body` in Base64 for each request, and
+    what the model `read`."""
 
 
 def replay(

@@ -19,10 +19,7 @@ incident_app = typer.Typer(add_completion=False)
 replay_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 _AT = "When it was answered, where several have the id."
-_RECORDED = (
-    "Install the versions of then as `modelyard recertify` does, and name the first layer that "
-    "differs there from here."
-)
+_RECORDED = "Install the versions of then, and name the first layer that differs on them."
 _BODY = "A request or an answer of which FILE has the digest alone. May be repeated."
 
 

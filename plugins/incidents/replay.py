@@ -126,31 +126,24 @@ def _run(
             tolerance = max((each.tolerance for each in golden), default=TOLERANCE)
             here["device"] = found.device
             for incident, batch in zip(group, found.batches, strict=True):
-                recorded = _on_versions(incident, batch, opened) if with_recorded else []
-                outcomes.append(_outcome(incident, batch, here, tolerance) | {
-                    "lacking": found.lacking, "recorded": recorded,
+                then = {**incident["machine"], "device": worker["device"]}
+                elsewhere = [
+                    f"{name}: {then.get(name, 'none')} then, {here.get(name, 'none')} here"
+                    for name in sorted({*here, *then}) if here.get(name) != then.get(name)
+                ]  # fmt: skip
+                pairs = zip(incident["batch"], batch["answers"], strict=True)
+                answers = [_compare(request, now, tolerance) for request, now in pairs]
+                verdicts = {each["verdict"] for each in answers}
+                # On the same machine nothing but the same bits will do.
+                worst = WITHIN if verdicts <= {SAME, WITHIN} and elsewhere else DIFFERS
+                outcomes.append({
+                    "id": incident["id"], "verdict": SAME if verdicts == {SAME} else worst,
+                    "place": incident["place"], "answers": answers, "elsewhere": elsewhere,
+                    "recorded": _on_versions(incident, batch, opened) if with_recorded else [],
+                    "lacking": found.lacking,
                     "parity": found.parity and [found.parity.summary, *found.parity.differences],
                 })  # fmt: skip
     return outcomes
-
-
-def _outcome(
-    incident: Document, batch: Mapping[str, Any], here: Mapping[str, str], tolerance: float
-) -> Document:
-    then = {**incident["machine"], "device": incident["worker"]["device"]}
-    elsewhere = [
-        f"{name}: {then.get(name, 'none')} then, {here.get(name, 'none')} here"
-        for name in sorted({*here, *then}) if here.get(name) != then.get(name)
-    ]  # fmt: skip
-    pairs = zip(incident["batch"], batch["answers"], strict=True)
-    answers = [_compare(request, now, tolerance) for request, now in pairs]
-    verdicts = {each["verdict"] for each in answers}
-    # On the same machine nothing but the same bits will do.
-    worst = WITHIN if verdicts <= {SAME, WITHIN} and elsewhere else DIFFERS
-    return {
-        "id": incident["id"], "verdict": SAME if verdicts == {SAME} else worst,
-        "place": incident["place"], "answers": answers, "elsewhere": elsewhere,
-    }  # fmt: skip
 
 
 def _on_versions(incident: Document, batch: Mapping[str, Any], archive: Archive) -> list[str]:
@@ -167,11 +160,11 @@ def _on_versions(incident: Document, batch: Mapping[str, Any], archive: Archive)
     if not versions:
         return [f"{' and '.join(RUNTIMES)} are those of then"]
     rows = certify_batch(archive, f"of {incident['id']}", batch["read"], versions)
-    return [
-        f"{row.artifact} on {row.environment}, beside {row.here or 'nothing'}: "
-        + "; ".join([row.verdict, *details(row)])
-        for row in rows
+    beside = [
+        f"{row.artifact} on {row.environment}, beside {row.here or 'nothing'}" for row in rows
     ]
+    told = ["; ".join([row.verdict, *details(row)]) for row in rows]
+    return list(map(": ".join, zip(beside, told, strict=True)))
 
 
 def _open(model: Mapping[str, str], archive: Path | None, store: Path, staging: Path) -> Archive:

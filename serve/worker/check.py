@@ -98,9 +98,7 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _answer_again(
-    service: load.Service, batch: list[dict[str, Any]], inputs: bool
-) -> dict[str, Any]:
+def _answer_again(service: load.Service, batch: list[Any], inputs: bool) -> dict[str, Any]:
     items, read = [], []
     for number, each in enumerate(batch, 1):
         head, body = b64decode(each["head"]), bytearray(b64decode(each["body"]))
