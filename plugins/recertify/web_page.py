@@ -153,12 +153,9 @@ def _cases(subject: Subject, runners: Runners) -> Iterator[dict[str, Any]]:
     outputs = list(subject.outputs(found))
     found.discard()
     rules, scales = rules_of(parity, parity, subject.probes, outputs)
-    order = sorted(
-        range(len(outputs)), key=lambda place: not isinstance(subject.probes[place], GoldenCase)
-    )
-    for place in order:
-        probe = subject.probes[place]
-        of_all = zip(rules.items(), outputs[place], scales.of(probe.kind), strict=True)
+    pairs = zip(subject.probes, outputs, strict=True)
+    for probe, given in sorted(pairs, key=lambda pair: not isinstance(pair[0], GoldenCase)):
+        of_all = zip(rules.items(), given, scales.of(probe.kind), strict=True)
         yield {
             "name": _name(probe.request) if isinstance(probe, GoldenCase) else str(probe),
             "inputs": {
