@@ -81,7 +81,7 @@ WHEN: dict[str, str] = {
     "all are of one size": "x.any() and abs(x).max() == abs(x).min() and x.max() > x.min()",
     "all are whole numbers, of which two differ": "(x == x.round()).all() and x.max() > x.min()",
     "they rise": "x.shape[-1] > 2 and (x[..., 1:] > x[..., :-1]).all()",
-    "two rows are equal": "len(x) > 1 and (x[0] == x[1]).all()",
+    "two rows are equal": "len(x) > 1 and (x[0] == x[1]).all() and x[0].max() > x[0].min()",
     "the first row has something, the last zeros": "x[0].any() and not x[-1].any()",
     "the first channel alone has something": (
         "x.ndim > 1 and len(x[0]) > 1 and x[:, 0].any() and not x[:, 1:].any()"
