@@ -98,15 +98,12 @@ class OnnxFile(nn.Module):
     def propose(self) -> tuple[str, ...]:
         """Return the inputs with ranges in which it runs, as `--input` is written."""
         texts = [
-            tuple(_text(value, span, self._count(own) - (not takes_others))
+            tuple(_text(value, span, len(self._ends.texts.get(own, ())) - (not takes_others))
                   for own, value in zip(self.own_names, self.inputs, strict=True))
             for takes_others in ((True, False) if self._ends.columns else (True,))
             for span in _SPANS
         ]  # fmt: skip
         return next(filter(self._runs, texts), texts[0])
-
-    def _count(self, own: str) -> int:
-        return len(self._ends.texts.get(own, ()))
 
     def table(self, signature: Signature, kept: Sequence[str]) -> dict[str, Any]:
         """Return the columns that a table of its rows has, and the classes that its outputs name.

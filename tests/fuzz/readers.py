@@ -33,7 +33,7 @@ from modelyard.archiver.untrusted.json import parse_json
 from modelyard.archiver.untrusted.names import MANIFEST_NAME
 from modelyard.archiver.untrusted.yaml import parse_yaml
 from modelyard.exporter.errors import ExportError
-from modelyard.exporter.ingest.read import parse_checkpoint
+from modelyard.exporter.ingest import parse_checkpoint
 from modelyard.handlers.accept import weights_of
 from modelyard.handlers.errors import HandlerError
 from modelyard.handlers.instances import read_instances
