@@ -88,6 +88,19 @@ def find_other_versions(manifest: Manifest, read: Callable[[str], bytes]) -> str
     return unproven.text if unproven and unproven.reason == "versions" else ""
 
 
+def read_reports(manifest: Manifest, read: Callable[[str], bytes]) -> dict[str, Report]:
+    """Return artifact → report: what predicts, then its twin; nothing where none is.
+
+    Raises:
+        CannotArchive: a report cannot be read.
+    """
+    seal, artifact = manifest.modelyard, manifest.serialized_file
+    names = {artifact: seal.report} if seal and seal.report and artifact else {}
+    if seal and seal.explain and names:
+        names.setdefault(seal.explain.artifact, seal.explain.report)
+    return {artifact: parse_report(read(name), Path(name)) for artifact, name in names.items()}
+
+
 def read_lines(read: Callable[[str], bytes]) -> list[Line]:
     """Return what runs on other versions found; nothing where no file says it.
 

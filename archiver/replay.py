@@ -79,8 +79,9 @@ class Replay:
     """What was measured of explanations, or why nothing was; None where nobody asked."""
     lacking: tuple[str, ...] = ()
     """Walls that did not stand around it."""
-    batches: Sequence[Sequence[Mapping[str, Any]]] = ()
-    """A `status` and a `body` in Base64 for each request of each batch that was given."""
+    batches: Sequence[Mapping[str, Any]] = ()
+    """Batches that were given: `answers`, a `status` and a `body` in Base64 for each request, and
+    what the model `read`."""
 
 
 def replay(
@@ -115,7 +116,8 @@ def replay(
         explained: requests whose explanations are measured.
         budget_s: time that this may take; as long as it takes without.
         doubts: whether to end where nothing says what the model's numbers are.
-        inputs: whether `seen` of results holds what the model read, whole, and nothing else.
+        inputs: whether `seen` of results, and `read` of batches, hold what the model read, whole;
+            nothing is recorded then.
         device: auto, cpu, cuda or cuda:N.
         batches: what workers had before, to be answered again: of each request in the order of its
             batch `head` and `body` in Base64, `flags` and `rows`, as a frame has them.

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from modelyard.archiver import explanations
+from modelyard.archiver import explanations, proven
 from modelyard.archiver.errors import ArchiveError, CannotArchive, DoesNotRun
 from modelyard.archiver.manifest import Manifest
-from modelyard.archiver.proven import describe_repeated, find_other_versions, find_unproven
 from modelyard.archiver.read import Archive
 from modelyard.archiver.replay import UNPACKED, GoldenResult, Pair, ParityResult, Replay, replay
 from modelyard.archiver.report import ceiling, parse_report
@@ -83,12 +82,12 @@ def verify_archive(
         checks.append(Check("signature", "there; not checked without --public-key"))
     if seal is not None:
         checks += _tolerances(archive, tolerance)
-        unproven = find_unproven(archive.manifest, archive.read)
+        unproven = proven.find_unproven(archive.manifest, archive.read)
         if unproven and unproven.reason == "another":
             checks.append(Check("proof", "of something else", f"{unproven.text}; export it again"))
     if seal is not None and run:
         checks += _run(archive, device)
-    elif seal is not None and (other := find_other_versions(archive.manifest, archive.read)):
+    elif seal is not None and (other := proven.find_other_versions(archive.manifest, archive.read)):
         checks.append(Check("proof", f"{other}; nothing was run"))
     return checks
 
@@ -123,14 +122,10 @@ def find_pair(manifest: Manifest, read: Callable[[str], bytes]) -> Pair | None:
         manifest: manifest of the archive.
         read: returns the content of one of its files.
     """
-    seal, artifact = manifest.modelyard, manifest.serialized_file
-    explain = seal and seal.explain
-    if not (seal and explain and seal.report and artifact) or explain.artifact == artifact:
+    reports = proven.read_reports(manifest, read)
+    if len(reports) < 2 or None in [report.parity for report in reports.values()]:
         return None
-    reports = (seal.report, explain.report)
-    if None in [parse_report(read(name), Path(name)).parity for name in reports]:
-        return None
-    return Pair(artifact, explain.artifact, *reports)
+    return Pair(*reports, *(str(report.path) for report in reports.values()))
 
 
 def _run(archive: Archive, device: str) -> Iterator[Check]:
@@ -164,10 +159,10 @@ def _run(archive: Archive, device: str) -> Iterator[Check]:
         yield _parity_check(parity)
     if stated is not None:
         yield _explanations_check(stated, outcome.explained)
-    if other := find_other_versions(archive.manifest, archive.read):
+    if other := proven.find_other_versions(archive.manifest, archive.read):
         # How it does on versions that nobody has proven.
         differs = (parity and parity.differences) or any(each.difference for each in outcome.golden)
-        repeated = describe_repeated(len(outcome.golden), parity.cases if parity else 0)
+        repeated = proven.describe_repeated(len(outcome.golden), parity.cases if parity else 0)
         yield Check("proof", f"{other}; {'its answers are others here' if differs else repeated}")
     if own := [name for name in archive.names if name.endswith(CODE)]:
         shown = ", ".join(own[:3]) + (f" and {len(own) - 3} more" if len(own) > 3 else "")
@@ -232,7 +227,7 @@ def rehearse(plan: "Plan", folder: Path) -> Rehearsal:
             message is the worker's own.
     """
     summary = f"cannot archive {plan.manifest.model_name}, its dry run failed"
-    moved = find_other_versions(plan.manifest, plan.read)
+    moved = proven.find_other_versions(plan.manifest, plan.read)
     try:
         outcome = replay(
             folder,
@@ -264,7 +259,7 @@ def rehearse(plan: "Plan", folder: Path) -> Rehearsal:
     if isinstance(found, explanations.Explanations) and not missed:
         answers[EXPLANATIONS_NAME] = explanations.format_explanations(found)
     golden = len(outcome.golden) - len(plan.unanswered)
-    repeated = describe_repeated(golden, outcome.parity.cases if outcome.parity else 0)
+    repeated = proven.describe_repeated(golden, outcome.parity.cases if outcome.parity else 0)
     return Rehearsal(answers, repeated, describe_coverage(outcome.coverage), found)
 
 

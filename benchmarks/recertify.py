@@ -5,7 +5,8 @@
 STORE is filled first, with small networks of tests/breadth: what torch alone builds. Each is run by
 `modelyard recertify` with the versions that are named, where every difference is a false alarm, and
 the first of them (`--faults`) with each wrong kernel, where every agreement is a miss, unless the
-network has no operator of the kind or none of its numbers comes near the fault.
+network has no operator of the kind or none of its numbers comes near the fault: `--draws 40` tries
+as many times as many further inputs on these.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from modelyard.archiver import write_archive
 from modelyard.exporter import export
 from modelyard.plugins.recertify.certify import Row, recertify
 from modelyard.plugins.recertify.environments import Environment, existing, plan
-from plugins.recertify.tests.faults import ONNX_FAULTS, interpreter
+from plugins.recertify.tests.faults import HARMLESS, ONNX_FAULTS, WHEN, interpreter
 
 PLACE = "modelyard_benchmarked"
 VERDICTS = ("differs", "within", "same bits", "untouched", "not run")
@@ -39,6 +40,7 @@ def main(
     with_: Annotated[list[str], typer.Option("--with", help="Repeatable.")] = [],  # noqa: B006
     in_: Annotated[list[Path], typer.Option("--in", help="Repeatable.")] = [],  # noqa: B006
     faults: Annotated[int, typer.Option(min=0, help="Networks that are tried with them.")] = 0,
+    draws: Annotated[int, typer.Option(help="Inputs of each kind, where a fault is missed.")] = 3,
     formats: Annotated[list[str], typer.Option(help="Repeatable.")] = ["onnx"],  # noqa: B006
 ) -> None:
     """State false alarms and misses.
@@ -59,7 +61,7 @@ def main(
         spent = (cpu() - began) / len(archives)
         print(f"{spent:.1f} s of CPU an archive, {len(environments)} environments")
     if faults:
-        seeded(archives[:: max(1, len(archives) // faults)][:faults])
+        seeded(archives[:: max(1, len(archives) // faults)][:faults], draws)
 
 
 def counted(rows: list[Row]) -> str:
@@ -91,23 +93,34 @@ def largest(rows: list[Row]) -> float:
     return max((row.share for row in rows if row.verdict == "within"), default=0.0)
 
 
-def seeded(archives: list[Path]) -> None:
-    """Print what is said of each wrong kernel."""
+def seeded(archives: list[Path], draws: int) -> None:
+    """Print what is said of each wrong kernel, and whether further inputs show what was missed."""
     with tempfile.TemporaryDirectory() as name:
-        wrong = {
+        made = {
             fault: existing(interpreter(Path(name, str(at)), fault))
-            for at, fault in enumerate(ONNX_FAULTS)
+            for at, fault in enumerate((*ONNX_FAULTS, *WHEN, *HARMLESS))
         }
-        rows = list(judged(archives, list(wrong.values())))
-    print("\n" + "  ".join([f"{'seeded':34}", *VERDICTS, "layer named"]))
-    for fault, environment in wrong.items():
-        of = [row for row in rows if row.environment == environment.name]
-        kinds = ONNX_FAULTS[fault][0].split()
-        named = sum(any(f"({kind}" in row.first for kind in kinds) for row in of)
-        print(f"{fault:34}  {counted(of)}  {named}")
-        for row in of:
-            if row.verdict in ("within", "same bits"):
-                print(f"    {row.verdict}: {row.archive.name}, share {row.share:.2g}")
+        rows = list(judged(archives, list(made.values())))
+        print("\n" + "  ".join([f"{'seeded':44}", *VERDICTS, "layer named"]))
+        for fault, environment in made.items():
+            of = [row for row in rows if row.environment == environment.name]
+            kinds = ONNX_FAULTS.get(fault, ("",))[0].split()
+            named = sum(any(f"({kind}" in row.first for kind in kinds) for row in of)
+            print(f"{fault:44}  {counted(of)}  {named if kinds else ''}")
+        faults = {each.name: fault for fault, each in made.items() if fault not in HARMLESS}
+        for archive in archives:
+            missed = {
+                row.environment: row
+                for row in rows
+                if row.archive == archive and row.environment in faults and row.verdict != "differs"
+            }
+            environments = [each for each in made.values() if each.name in missed]
+            for (again,) in [recertify([archive], environments, draws)] if environments else []:
+                for row in again:
+                    before = missed[row.environment]
+                    print(f"{archive.stem}, {faults[row.environment]}: {before.verdict}, "
+                          f"{before.share:.2g}; with {row.further} further: {row.verdict}, "
+                          f"{row.share:.2g}", flush=True)  # fmt: skip
 
 
 def fill(store: Path, models: int, formats: list[str]) -> None:

@@ -23,7 +23,7 @@ import typer
 from benchmarks.recertify import fill, largest
 from modelyard.plugins.recertify.certify import Row, recertify
 from modelyard.plugins.recertify.environments import Environment, existing
-from modelyard.plugins.recertify.others import plan
+from modelyard.plugins.recertify.environments import plan_other as plan
 from plugins.recertify.tests import runtime_faults as seeds
 
 VERDICTS = ("same bits", "within", "differs", "not run")

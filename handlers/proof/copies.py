@@ -14,6 +14,9 @@ from modelyard.handlers.proof import agree
 from modelyard.handlers.proof.plan import choose_probes
 from modelyard.handlers.proof.probes import KINDS, Probe
 
+Outputs = Iterable[Sequence[Tensor]]
+"""Those of a run, case by case."""
+
 
 def repeated_probes(report: Report) -> tuple[Probe, ...]:
     """Return the inputs that an export tried, without its samples.
@@ -33,25 +36,23 @@ def repeated_probes(report: Report) -> tuple[Probe, ...]:
     raise LoadError("the report names no ordinary inputs to compare on")
 
 
-def learn(
-    one: Parity, other: Parity, cases: Sequence[Probe], outputs: Iterable[Sequence[Tensor]]
+def rules_of(
+    one: Parity, other: Parity, cases: Sequence[Probe], wanted: Outputs
 ) -> tuple[dict[str, agree.Rule], agree.OutputScales]:
-    """Return the rule of each output of two runs, and what its numbers are measured by.
+    """Return the rule of each output, and by what its numbers are measured.
 
     Args:
         one: what the report of the first says.
         other: the same of the second, which the first is compared with.
         cases: what both were given.
-        outputs: outputs of the second, case by case.
+        wanted: outputs of the second, case by case.
     """
-    rules = {
-        name: agree.within_reason(rule, cases)
-        for name, rule in agree.joint_rules(one, other).items()
-    }
+    joint = agree.joint_rules(one, other).items()
+    rules = {name: agree.within_reason(rule, cases) for name, rule in joint}
     # Learnt anew: a report that somebody altered may state any scale.
     scales = agree.OutputScales()
-    for case, each in zip(cases, outputs, strict=True):
-        scales.see(case.kind, each)
+    for case, outputs in zip(cases, wanted, strict=True):
+        scales.see(case.kind, outputs)
     return rules, scales
 
 
@@ -59,17 +60,17 @@ def judge(
     one: Parity,
     other: Parity,
     cases: Sequence[Probe],
-    found: Iterable[Sequence[Tensor]],
-    wanted: Callable[[], Iterable[Sequence[Tensor]]],
+    found: Outputs,
+    wanted: Callable[[], Outputs],
 ) -> tuple[dict[str, agree.Rule], dict[str, list[dict[str, Any]]]]:
     """Return the rule of each output, and what `agree.compare` says of it in each case.
 
     Args:
-        one, other, cases: as `learn` takes them.
+        one, other, cases: as `rules_of` takes them.
         found: outputs of the first, case by case.
         wanted: yields those of the second; called twice.
     """
-    rules, scales = learn(one, other, cases, wanted())
+    rules, scales = rules_of(one, other, cases, wanted())
     measured: dict[str, list[dict[str, Any]]] = {name: [] for name in rules}
     for case, expected, actual in zip(cases, wanted(), found, strict=True):
         of_all = zip(rules.items(), expected, actual, scales.of(case.kind), strict=True)

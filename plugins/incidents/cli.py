@@ -19,6 +19,7 @@ incident_app = typer.Typer(add_completion=False)
 replay_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 _AT = "When it was answered, where several have the id."
+_RECORDED = "Install the versions of then, and name the first layer that differs on them."
 _BODY = "A request or an answer of which FILE has the digest alone. May be repeated."
 
 
@@ -56,6 +57,7 @@ def replay(
         Path, typer.Option(metavar="DIR", help="Where it is looked for, by its digest.")
     ] = Path("model_store"),
     body: Annotated[list[Path] | None, typer.Option(metavar="FILE", help=_BODY)] = None,
+    with_recorded: Annotated[bool, typer.Option("--with-recorded", help=_RECORDED)] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Run an incident's batch again, in its order, and compare the answers with those of then.
@@ -68,7 +70,8 @@ def replay(
     from modelyard.plugins.incidents.replay import replay_incidents
 
     with exit_codes():
-        found = replay_incidents(list(map(read_incident, files)), archive, model_store, body or ())
+        incidents = list(map(read_incident, files))
+        found = replay_incidents(incidents, archive, model_store, body or (), with_recorded)
     if as_json:
         out.print_json(json.dumps(found))
     for each in () if as_json else found:
@@ -77,6 +80,7 @@ def replay(
             text = f"{whose} {answer['id']}: {answer['verdict']}"
             out.print(escape(f"{text}; {answer['text']}".rstrip("; ")), soft_wrap=True)
         said = [f"otherwise here: {text}" for text in each["elsewhere"]]
+        said += [f"with the versions of then: {text}" for text in each["recorded"]]
         said += [f"the archive's two artifacts here: {text}" for text in each["parity"] or ()]
         for text in (*said, *(f"without the wall {wall}" for wall in each["lacking"])):
             out.print(escape(text), soft_wrap=True)

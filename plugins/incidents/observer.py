@@ -14,15 +14,13 @@ from fastapi import APIRouter, Path, Query
 
 from modelyard.plugins.incidents.file import describe, id_of, time_of
 from modelyard.serve.api.description import error_responses
-from modelyard.serve.control.register import Report
 from modelyard.serve.control.registry import ModelVersion
 from modelyard.serve.dataplane import wire
 from modelyard.serve.dataplane.call import Call
 from modelyard.serve.dataplane.metrics import GAUGE
 from modelyard.serve.dataplane.worker import Worker, WorkerPlan
 from modelyard.serve.errors import Conflict, NoSuchRoute
-from modelyard.serve.http.connection import RequestResponseCycle
-from modelyard.serve.observers import Host
+from modelyard.serve.observers import Host, Observer
 
 BATCH_BYTES, ROW_BYTES = 400, 500
 """Memory of a batch beside its rows, and of a row beside its head and what is kept of it, about."""
@@ -103,8 +101,8 @@ class Store:
         ]
 
 
-class Incidents:
-    """The `Observer` of one server; without the setting it looks at nothing and has no route."""
+class Incidents(Observer):
+    """What one server remembers; without the setting it looks at nothing and has no route."""
 
     routers: Sequence[APIRouter] = ()
 
@@ -128,15 +126,6 @@ class Incidents:
     def owns(self, path: str) -> bool:
         """Answer nothing beside the routes."""
         return False
-
-    def __call__(self, cycle: RequestResponseCycle, id: str) -> None:
-        """Answer nothing."""
-
-    async def restore(self, report: Report) -> None:
-        """Remember nothing of a server before."""
-
-    async def stop(self) -> None:
-        """Forget everything."""
 
 
 def incident_routes(store: Store) -> APIRouter:

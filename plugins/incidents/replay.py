@@ -31,7 +31,11 @@ SAME, WITHIN, DIFFERS = "same", "within", "differs"
 
 
 def replay_incidents(
-    incidents: Sequence[Document], archive: Path | None, store: Path, files: Sequence[Path] = ()
+    incidents: Sequence[Document],
+    archive: Path | None,
+    store: Path,
+    files: Sequence[Path] = (),
+    with_recorded: bool = False,
 ) -> list[Document]:
     """Answer the batches of incidents again, in the process and behind the walls of a worker.
 
@@ -41,11 +45,13 @@ def replay_incidents(
         incidents: what `read_incident` returns.
         archive: the archive; None looks for it in the store, by its digest.
         files: requests and answers that the incidents' files lack, told apart by their digests.
+        with_recorded: whether to run what the model read on the versions of then, too.
 
     Returns:
         Of each the `id`, the `answers` of its batch with a `verdict` each, the `place` of its own,
         what is otherwise on this machine (`elsewhere`) and, where something is, the `parity` of its
-        two artifacts here; which walls were `lacking`; and the worst `verdict`: `same` bits;
+        two artifacts here; what came of the versions of then (`recorded`); which walls were
+        `lacking`; and the worst `verdict`: `same` bits;
         elsewhere also `within` the tolerance of golden requests; `differs`.
 
     Raises:
@@ -71,7 +77,7 @@ def replay_incidents(
         groups.setdefault(repr((each["model"], worker, each["machine"])), []).append(each)
     found: dict[int, Document] = {}
     for group in groups.values():
-        found |= zip(map(id, group), _run(group, archive, store), strict=True)
+        found |= zip(map(id, group), _run(group, archive, store, with_recorded), strict=True)
     return [found[id(each)] for each in incidents]
 
 
@@ -100,39 +106,65 @@ def _give_seed(request: Document) -> None:
         request["body"] = json.dumps({**said, "seed": request["seed"]}).encode()
 
 
-def _run(group: Sequence[Document], archive: Path | None, store: Path) -> list[Document]:
+def _run(
+    group: Sequence[Document], archive: Path | None, store: Path, with_recorded: bool
+) -> list[Document]:
     worker, here = group[0]["worker"], this_machine()
+    outcomes = []
     with tempfile.TemporaryDirectory(prefix="modelyard-") as name:
         folder = Path(name) / UNPACKED
         with _open(group[0]["model"], archive, store, Path(name)) as opened:
             seal, manifest = opened.manifest.modelyard, opened.manifest
             pair = find_pair(manifest, opened.read) if here != group[0]["machine"] else None
             opened.unpack(folder)
-        frames = [[_frame(request) for request in each["batch"]] for each in group]
-        found = replay(
-            folder, manifest, batches=frames, load=worker["load"], threads=worker["threads"],
-            device=worker["device"], pair=pair,
-        )  # fmt: skip
-    tolerance = max((each.tolerance for each in (seal.golden if seal else ())), default=TOLERANCE)
-    outcomes, parity = [], found.parity and [found.parity.summary, *found.parity.differences]
-    for incident, batch in zip(group, found.batches, strict=True):
-        here["device"] = found.device
-        then = {**incident["machine"], "device": worker["device"]}
-        elsewhere = [
-            f"{name}: {then.get(name, 'none')} then, {here.get(name, 'none')} here"
-            for name in sorted({*here, *then}) if here.get(name) != then.get(name)
-        ]  # fmt: skip
-        pairs = zip(incident["batch"], batch, strict=True)
-        answers = [_compare(request, now, tolerance) for request, now in pairs]
-        verdicts = {each["verdict"] for each in answers}
-        # On the same machine nothing but the same bits will do.
-        worst = WITHIN if verdicts <= {SAME, WITHIN} and elsewhere else DIFFERS
-        outcomes.append({
-            "id": incident["id"], "verdict": SAME if verdicts == {SAME} else worst,
-            "place": incident["place"], "answers": answers, "elsewhere": elsewhere,
-            "lacking": found.lacking, "parity": parity,
-        })  # fmt: skip
+            frames = [[_frame(request) for request in each["batch"]] for each in group]
+            found = replay(
+                folder, manifest, batches=frames, load=worker["load"], threads=worker["threads"],
+                device=worker["device"], pair=pair, inputs=with_recorded,
+            )  # fmt: skip
+            golden = seal.golden if seal else ()
+            tolerance = max((each.tolerance for each in golden), default=TOLERANCE)
+            here["device"] = found.device
+            for incident, batch in zip(group, found.batches, strict=True):
+                then = {**incident["machine"], "device": worker["device"]}
+                elsewhere = [
+                    f"{name}: {then.get(name, 'none')} then, {here.get(name, 'none')} here"
+                    for name in sorted({*here, *then}) if here.get(name) != then.get(name)
+                ]  # fmt: skip
+                pairs = zip(incident["batch"], batch["answers"], strict=True)
+                answers = [_compare(request, now, tolerance) for request, now in pairs]
+                verdicts = {each["verdict"] for each in answers}
+                # On the same machine nothing but the same bits will do.
+                worst = WITHIN if verdicts <= {SAME, WITHIN} and elsewhere else DIFFERS
+                outcomes.append({
+                    "id": incident["id"], "verdict": SAME if verdicts == {SAME} else worst,
+                    "place": incident["place"], "answers": answers, "elsewhere": elsewhere,
+                    "recorded": _on_versions(incident, batch, opened) if with_recorded else [],
+                    "lacking": found.lacking,
+                    "parity": found.parity and [found.parity.summary, *found.parity.differences],
+                })  # fmt: skip
     return outcomes
+
+
+def _on_versions(incident: Document, batch: Mapping[str, Any], archive: Archive) -> list[str]:
+    """Say what the model gives on the versions of then, for what it read here."""
+    from modelyard.plugins.recertify.certify import certify_batch
+    from modelyard.plugins.recertify.page import details
+    from modelyard.plugins.recertify.runtimes import RUNTIMES
+
+    then = incident["machine"]
+    versions = [
+        f"{name}=={then[name].partition('+')[0]}" for name in RUNTIMES
+        if then.get(name) and then[name] != this_machine().get(name)
+    ]  # fmt: skip
+    if not versions:
+        return [f"{' and '.join(RUNTIMES)} are those of then"]
+    rows = certify_batch(archive, f"of {incident['id']}", batch["read"], versions)
+    beside = [
+        f"{row.artifact} on {row.environment}, beside {row.here or 'nothing'}" for row in rows
+    ]
+    told = ["; ".join([row.verdict, *details(row)]) for row in rows]
+    return list(map(": ".join, zip(beside, told, strict=True)))
 
 
 def _open(model: Mapping[str, str], archive: Path | None, store: Path, staging: Path) -> Archive:

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from modelyard.archiver import signing
 from modelyard.archiver.errors import NotProven, NotTrusted, WrongUsage
-from modelyard.archiver.proven import find_unproven, read_lines
+from modelyard.archiver.proven import find_unproven, read_lines, read_reports
 from modelyard.archiver.read import Archive
-from modelyard.archiver.report import Report, parse_report
+from modelyard.archiver.report import Report
 from modelyard.archiver.signing import Trust, TrustedKey
 from modelyard.archiver.untrusted.json import Fields, parse_json
 
@@ -95,14 +95,12 @@ def predicate_of(archive: Archive) -> dict[str, Any]:
     if seal is None or (unproven and unproven.reason != "versions"):
         reason = unproven.text if unproven else "it is not sealed"
         raise NotProven(f"{archive.path.name}: {reason}; there is nothing to state")
-    names = (seal.report, seal.explain.report if seal.explain else None)
-    reports = {name: parse_report(archive.read(name), Path(name)) for name in names if name}
     return {
         "model": manifest.model_name,
         "version": manifest.model_version,
         "archiveDigest": archive.digest,
         "goldenRequests": len(seal.golden),
-        "artifacts": [_artifact(name, report) for name, report in reports.items()],
+        "artifacts": [_artifact(*each) for each in read_reports(manifest, archive.read).items()],
         "recertified": [dict(line) for line in read_lines(archive.read)],
     }
 
@@ -111,7 +109,7 @@ def _artifact(name: str, report: Report) -> dict[str, Any]:
     parity = report.parity
     assert parity is not None  # `find_unproven` looked
     return {
-        "name": name.removesuffix(".report.json"),
+        "name": name,
         "format": report.format,
         "digest": {"sha256": report.artifact_sha256},
         "checkpoint": {

@@ -7,24 +7,25 @@ runs of an artifact are two copies of it: `handlers.proof.copies` judges them.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import os
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from modelyard.archiver.errors import ArchiveError
+from modelyard.archiver.errors import ArchiveError, DoesNotRun
 from modelyard.archiver.manifest import Manifest
-from modelyard.archiver.proven import DIFFERS, SAME, WITHIN, find_difference
+from modelyard.archiver.proven import DIFFERS, SAME, WITHIN, find_difference, read_reports
 from modelyard.archiver.read import Archive, open_archive
 from modelyard.archiver.replay import UNPACKED, replay
-from modelyard.archiver.report import Report, parse_report
+from modelyard.archiver.report import Parity, Report
 from modelyard.archiver.untrusted.container import OpenFile
 from modelyard.archiver.untrusted.json import parse_json
 from modelyard.archiver.verify import verify_archive
@@ -33,15 +34,17 @@ from modelyard.handlers.errors import HandlerError, UnsafeProgram
 from modelyard.handlers.judge.check import check
 from modelyard.handlers.judge.onnx_file import check_onnx
 from modelyard.handlers.models.backends import detect_format, dtype_name, type_name
-from modelyard.handlers.proof.agree import Rule, compare, disagreement
+from modelyard.handlers.proof.agree import Rule, allowance, compare, disagreement
 from modelyard.handlers.proof.copies import judge, repeated_probes
 from modelyard.handlers.proof.probes import Probe, make_case
 from modelyard.handlers.proof.witness import describe_difference, restored
-from modelyard.plugins.recertify.environments import HERE_PYTHON, Environment
-from modelyard.plugins.recertify.runs import Case, Outcome, Program, run
-from modelyard.plugins.recertify.runtimes import HERE, Runtime
+from modelyard.plugins.recertify.environments import Environment, plan
+from modelyard.plugins.recertify.further import Further, further_inputs, rounded_otherwise
+from modelyard.plugins.recertify.runs import Case, Outcome, Program, Runners, Where
 
 NOT_RUN, UNTOUCHED = "not run", "untouched"
+_LOOSE = 4.0
+"""Times what an answer moves by when it is rounded otherwise here, that it may move by there."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,8 @@ class Row:
     cases: int = 0
     golden: int = 0
     """How many of the cases are what the model reads for golden requests."""
+    further: int = 0
+    """How many of them the export did not try."""
     share: float = 0.0
     """Largest difference over what the archive's rule allows; may be infinite."""
     max_abs: float = 0.0
@@ -90,93 +95,131 @@ class Row:
 class GoldenCase(Probe):
     """What the model reads for a golden request."""
 
-    request: str = ""
-
-    def __str__(self) -> str:
-        return f"golden request {self.request}"
-
-
-@dataclass(frozen=True)
-class Read:
-    """What the model reads for a golden request."""
-
     request: str
-    inputs: Sequence[Tensor]
+    values: Sequence[Tensor]
     recorded: Mapping[str, Any]
     """What the archive says of it, as `handlers.proof.witness` has it; may be empty."""
+
+    what: str = "golden request"
+
+    def __str__(self) -> str:
+        return f"{self.what} {self.request}"
 
 
 @dataclass(frozen=True)
 class Subject:
     """An artifact with its report, and what it is given."""
 
-    path: Path
+    program: Program
     report: Report
+    parity: Parity
     probes: Sequence[Probe]
-    """The last of them are what the model reads for `golden`."""
-    golden: Sequence[Read]
+    loose: Mapping[tuple[str, int], float] = field(default_factory=dict)
+    """A further input, and the place of an output → how far that may move whatever the rule."""
 
     @property
-    def program(self) -> Program:
-        """What a runner is told."""
-        signature = self.report.signature
-        inputs, outputs = (
-            tuple(spec.name for spec in specs) for specs in (signature.inputs, signature.outputs)
-        )
-        return Program(self.path, self.report.format, inputs, outputs)
+    def golden(self) -> list[GoldenCase]:
+        """What the model reads for golden requests."""
+        return [probe for probe in self.probes if isinstance(probe, GoldenCase)]
 
-    def case(self, place: int) -> Case:
+    def inputs(self, probe: Probe) -> Sequence[Tensor]:
         """Return the inputs of a case."""
-        probe = self.probes[place]
         if isinstance(probe, GoldenCase):
-            inputs = self.golden[place - len(self.probes)].inputs
-        else:
-            inputs = make_case(self.report.tried, probe)
+            return probe.values
+        of = self.report.tried
+        return probe.inputs(of) if isinstance(probe, Further) else make_case(of, probe)
+
+    def named(self, inputs: Sequence[Tensor]) -> Case:
+        """Return inputs as a runner gets them."""
         return dict(zip(self.program.inputs, inputs, strict=True))
 
     def cases(self) -> Iterator[Case]:
         """Yield the inputs of all cases."""
-        return map(self.case, range(len(self.probes)))
+        return (self.named(self.inputs(probe)) for probe in self.probes)
+
+    def outputs(self, of: Outcome) -> Iterator[list[Tensor]]:
+        """Yield what was computed for each case.
+
+        Raises:
+            ArchiveError: there are not as many outputs as the report says.
+        """
+        expected = len(self.program.outputs)
+        for place in range(len(self.probes)):
+            given = list(of.outputs(place).values())
+            if len(given) != expected:
+                raise ArchiveError(f"{len(given)} outputs are given; expected {expected}")
+            yield given
+
+    def judge(
+        self, found: Outcome, expected: Outcome
+    ) -> tuple[dict[str, Rule], dict[str, list[dict[str, Any]]]]:
+        """Return the rule of each output, and what `agree.compare` says of it in each case."""
+        pairs = zip(self.probes, self.outputs(expected), self.outputs(found), strict=True)
+        nearer = (
+            [
+                _nearer(*two, self.loose.get((str(probe), at), 0.0))
+                for at, two in enumerate(zip(one, other, strict=True))
+            ]
+            for probe, one, other in pairs
+        )
+        wanted = partial(self.outputs, expected)
+        return judge(self.parity, self.parity, self.probes, nearer, wanted)
 
     def is_as_recorded(self, outcome: Outcome) -> bool:
         """Return whether the model gives for golden requests what it gave when it was archived."""
-        first = len(self.probes) - len(self.golden)
         return not any(
             describe_difference(
-                read.recorded, [(tuple(read.inputs), tuple(outcome.outputs(place).values()))],
-                self.report,
+                probe.recorded, [(tuple(probe.values), tuple(given))], self.report
             )
-            for place, read in enumerate(self.golden, first)
-            if read.recorded
+            for probe, given in zip(self.probes, self.outputs(outcome), strict=True)
+            if isinstance(probe, GoldenCase) and probe.recorded
         )  # fmt: skip
 
 
-def recertify(paths: Sequence[Path], environments: Sequence[Environment]) -> Iterator[list[Row]]:
+def recertify(
+    paths: Sequence[Path], environments: Sequence[Environment], draws: int = 1
+) -> Iterator[list[Row]]:
     """Yield the rows of each archive; environments are made before.
+
+    Args:
+        paths: archives.
+        environments: where they are run, beside here.
+        draws: how many further inputs of each kind.
 
     Raises:
         NothingCompared: an environment cannot be made.
     """
     for environment in environments:
         environment.build()
-    for path in paths:
-        with contextlib.ExitStack() as stack:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="modelyard-")))
-            try:
-                archive = stack.enter_context(open_archive(path, staging=folder))
-                yield list(certify(archive, folder, environments))
-            except (ArchiveError, HandlerError) as error:
-                said = " ".join(str(error).split())
-                yield [Row(path, "", each.name, NOT_RUN, why=said) for each in environments]
+    with Runners() as runners:
+        for path in paths:
+            with contextlib.ExitStack() as stack:
+                folder = Path(stack.enter_context(runners.folder()))
+                try:
+                    archive = stack.enter_context(open_archive(path, staging=folder))
+                    yield list(certify(archive, folder, environments, runners, draws))
+                except (ArchiveError, HandlerError) as error:
+                    said = " ".join(str(error).split())
+                    yield [Row(path, "", each.name, NOT_RUN, why=said) for each in environments]
 
 
-def certify(archive: Archive, folder: Path, environments: Sequence[Environment]) -> Iterator[Row]:
+def certify(
+    archive: Archive,
+    folder: Path,
+    environments: Sequence[Environment],
+    runners: Runners,
+    draws: int = 1,
+    golden: Sequence[GoldenCase] | None = None,
+) -> Iterator[Row]:
     """Yield what comes of an archive's artifacts in each environment.
 
     Args:
         archive: open, so that its digests agree.
-        folder: an empty folder, in which it is unpacked.
+        folder: an empty folder of the runners', in which it is unpacked.
         environments: made already.
+        runners: run it.
+        draws: how many further inputs of each kind.
+        golden: instead of what the model reads for the archive's golden requests.
 
     Raises:
         ArchiveError, HandlerError: nothing of it can be run or compared.
@@ -185,36 +228,56 @@ def certify(archive: Archive, folder: Path, environments: Sequence[Environment])
     archive.unpack(unpacked)
     reports = dict(_reports(archive))
     formats = {report.format for report in reports.values()}
-    wanted = [
-        (environment, [each for each in environment.runtimes if formats & {*each.formats}])
-        for environment in environments
-    ]
-    for environment, runtimes in wanted:
-        if not runtimes:
+    for environment in environments:
+        if not any(formats & {*each.formats} for each in environment.runtimes):
             why = f"it holds {', '.join(sorted(formats))}, which none of that runs"
             yield Row(archive.path, archive.digest, environment.name, UNTOUCHED, why=why)
-    golden = _golden(archive, unpacked) if any(runtimes for _, runtimes in wanted) else []
     for name, report in reports.items():
         runs = [
             (environment, runtime)
-            for environment, runtimes in wanted
-            for runtime in runtimes
+            for environment in environments
+            for runtime in environment.runtimes
             if report.format in runtime.formats
         ]
         if not runs:
             continue
+        golden = _golden(archive, unpacked) if golden is None else golden
         subject = _subject(unpacked / name, report, golden)
-        expected = run(HERE[report.format], HERE_PYTHON, subject.program, subject.cases(), folder)
+        further = further_inputs(report.tried, subject.parity.extent, subject.probes, draws)
+        subject, expected = _run_here(subject, list(further), runners)
         if name == archive.manifest.serialized_file and not subject.is_as_recorded(expected):
             _replayed(unpacked, archive.manifest)  # a handler may give something else on purpose
         for environment, runtime in runs:
             row = Row(archive.path, archive.digest, environment.name, NOT_RUN, name,
                       report.artifact_sha256, runtime.name)  # fmt: skip
             try:
-                yield _compare(row, subject, expected, runtime, environment.python, folder)
+                yield _compare(row, subject, expected, (runtime, environment.python), runners)
             except (ArchiveError, HandlerError) as error:
                 yield replace(row, why=" ".join(str(error).split()))
         expected.discard()
+
+
+def certify_batch(
+    archive: Archive, name: str, read: Sequence[Mapping[str, str]], versions: Sequence[str]
+) -> list[Row]:
+    """Return what comes of a batch that the model read, and of the export's inputs, elsewhere.
+
+    Args:
+        archive: open.
+        name: what the batch is called.
+        read: its inputs, as `handlers.proof.witness.inputs_read` has them; may be none.
+        versions: as `plan` takes them.
+
+    Raises:
+        ArchiveError, HandlerError: nothing of it can be run or compared.
+    """
+    environments = plan(versions)
+    for environment in environments:
+        environment.build()
+    inputs = _whole(read)
+    cases = [GoldenCase("sample", {}, name, inputs, {}, "the batch")] if inputs else []
+    with Runners() as runners, runners.folder() as folder:
+        return list(certify(archive, Path(folder), environments, runners, 0, cases))
 
 
 def read_subject(archive: Archive, folder: Path, format: str) -> Subject:
@@ -242,13 +305,7 @@ def _reports(archive: Archive) -> Iterator[tuple[str, Report]]:
     """
     if problems := [each.problem for each in verify_archive(archive, run=False) if each.problem]:
         raise ArchiveError("; ".join(problems))
-    manifest, seal = archive.manifest, archive.manifest.modelyard
-    named = {}
-    if seal is not None and seal.report and manifest.serialized_file:
-        named[manifest.serialized_file] = seal.report
-        if seal.explain:
-            named.setdefault(seal.explain.artifact, seal.explain.report)
-    reports = {name: parse_report(archive.read(file), Path(file)) for name, file in named.items()}
+    reports = read_reports(archive.manifest, archive.read)
     proven = {name: report for name, report in reports.items() if report.parity is not None}
     if not proven:
         raise ArchiveError(
@@ -258,7 +315,7 @@ def _reports(archive: Archive) -> Iterator[tuple[str, Report]]:
     yield from proven.items()
 
 
-def _golden(archive: Archive, unpacked: Path) -> list[Read]:
+def _golden(archive: Archive, unpacked: Path) -> list[GoldenCase]:
     """Return what the model reads: as the archive holds it, or else by answering the requests.
 
     Raises:
@@ -270,11 +327,11 @@ def _golden(archive: Archive, unpacked: Path) -> list[Read]:
         recorded = parse_json(archive.read(golden.expected)).get("model", {})
         if not (inputs := _whole(recorded.get("inputs", ()))):
             return _replayed(unpacked, archive.manifest)
-        found.append(Read(golden.request, inputs, recorded))
+        found.append(GoldenCase("sample", {}, golden.request, inputs, recorded))
     return found
 
 
-def _replayed(unpacked: Path, manifest: Manifest) -> list[Read]:
+def _replayed(unpacked: Path, manifest: Manifest) -> list[GoldenCase]:
     """Answer the golden requests here, behind walls, and return what the model reads.
 
     Raises:
@@ -286,7 +343,10 @@ def _replayed(unpacked: Path, manifest: Manifest) -> list[Read]:
             raise ArchiveError(
                 f"{each.golden.request} gets another answer here already: {each.difference}"
             )
-    return [Read(each.golden.request, _whole(each.seen.get("inputs", ())), {}) for each in results]
+    return [
+        GoldenCase("sample", {}, each.golden.request, _whole(each.seen.get("inputs", ())), {})
+        for each in results
+    ]
 
 
 def _whole(stated: Sequence[Mapping[str, str]]) -> list[Tensor]:
@@ -295,8 +355,9 @@ def _whole(stated: Sequence[Mapping[str, str]]) -> list[Tensor]:
     return tensors if len(tensors) == len(stated) else []
 
 
-def _subject(path: Path, report: Report, golden: Sequence[Read]) -> Subject:
-    """Judge an artifact's file, and choose what it is given."""
+def _subject(path: Path, report: Report, golden: Sequence[GoldenCase]) -> Subject:
+    """Judge an artifact's file, and choose what it is given of what the archive says."""
+    assert report.parity is not None, "others have no row"
     if (found := detect_format(path)) != report.format:
         raise ArchiveError(f"{path.name} holds {found}; its report says {report.format}")
     findings = []
@@ -311,45 +372,61 @@ def _subject(path: Path, report: Report, golden: Sequence[Read]) -> Subject:
     fitting = [
         read
         for read in golden
-        if [(dtype_name(each.dtype), each.dim()) for each in read.inputs] == takes
+        if [(dtype_name(each.dtype), each.dim()) for each in read.values] == takes
     ]
-    probes = (
-        *repeated_probes(report),
-        *(GoldenCase("sample", {}, read.request) for read in fitting),
-    )
+    probes = (*repeated_probes(report), *fitting)
     if not probes:
         raise ArchiveError(
             f"{path.name}: its export used samples alone, which no archive holds, and it has no "
             "golden request; archive it with --example FILE"
         )
-    return Subject(path, report, probes, fitting)
+    signature = report.signature
+    names = (tuple(spec.name for spec in specs) for specs in (signature.inputs, signature.outputs))
+    return Subject(Program(path, report.format, *names), report, report.parity, probes)
 
 
-def _compare(
-    row: Row, subject: Subject, expected: Outcome, runtime: Runtime, python: Path, folder: Path
-) -> Row:
+def _run_here(
+    subject: Subject, further: Sequence[Further], runners: Runners
+) -> tuple[Subject, Outcome]:
+    """Run a subject as a server does, on further inputs too, and say what it gives.
+
+    How far an answer to these moves here, when they are rounded otherwise, decides what it may move
+    by elsewhere, as it does in an export.
+    """
+    whole = replace(subject, probes=(*subject.probes, *further))
+    here = partial(runners.run, subject.program.here, subject.program)
+    rounded = (subject.named(rounded_otherwise(whole.inputs(probe))) for probe in further)
+    try:
+        outcome = here(itertools.chain(whole.cases(), rounded))
+    except DoesNotRun:  # a number may be an index, say; without them it is not run, or is
+        return subject, here(subject.cases())
+    at, own = outcome.places, len(subject.probes)
+    expected = replace(outcome, places=at[: len(whole.probes)])
+    moved = replace(outcome, places=(*at[:own], *at[len(whole.probes) :]))
+    rules, measured = whole.judge(moved, expected)
+    kept = [
+        place for place in range(len(whole.probes))
+        if all(math.isfinite(each[place]["scaled"]) for each in measured.values())
+    ]  # fmt: skip
+    loose = {
+        (str(whole.probes[place]), at_output): _LOOSE * each[place]["max_abs"]
+        for at_output, (name, each) in enumerate(measured.items()) for place in kept
+        if allowance(rules[name], whole.probes[place].kind, each[place]["scaled"]) is not None
+    }  # fmt: skip
+    steady = replace(whole, probes=[whole.probes[place] for place in kept], loose=loose)
+    return steady, replace(expected, places=tuple(at[place] for place in kept))
+
+
+def _compare(row: Row, subject: Subject, expected: Outcome, there: Where, runners: Runners) -> Row:
     """Run a subject there, and judge what it gives by what it gave here."""
-    report, program = subject.report, subject.program
-    assert report.parity is not None, "others have no row"
-    found = run(runtime, python, program, subject.cases(), folder)
+    runtime, here = there[0], subject.program.here[0].name
+    found = runners.run(there, subject.program, subject.cases())
     places = range(len(subject.probes))
-
-    def outputs(of: Outcome) -> Iterator[list[Tensor]]:
-        for place in places:
-            given = list(of.outputs(place).values())
-            if len(given) != len(program.outputs):
-                raise ArchiveError(
-                    f"{len(given)} outputs are given; expected {len(program.outputs)}"
-                )
-            yield given
-
-    rules, of_all = judge(
-        report.parity, report.parity, subject.probes, outputs(found), lambda: outputs(expected)
-    )
+    rules, of_all = subject.judge(found, expected)
     said = (disagreement(name, rule, of_all[name], subject.probes) for name, rule in rules.items())
     apart = list(filter(None, said))
     same = True
-    for one, other in zip(outputs(expected), outputs(found), strict=True):
+    for one, other in zip(subject.outputs(expected), subject.outputs(found), strict=True):
         kinds = [[dtype_name(each.dtype) for each in given] for given in (one, other)]
         if kinds[0] != kinds[1]:
             apart.append(f"its outputs are {kinds[1]}; expected {kinds[0]}")
@@ -357,30 +434,37 @@ def _compare(
         same &= all(map(_same_bits, one, other))
     measured = [_measure(rules, of_all, place, str(subject.probes[place])) for place in places]
     worst = max(places, key=lambda place: measured[place][:2])
-    first = ""
-    if apart:
-        runs = ((HERE[report.format], HERE_PYTHON), (runtime, python))
-        first = _first(subject, runs, measured, folder)
+    first = _first(subject, there, measured, runners) if apart else ""
     found.discard()
     return replace(
         row,
         verdict=DIFFERS if apart else SAME if same else WITHIN,
-        here=f"{HERE[report.format].name} {expected.told[HERE[report.format].name]}",
+        here=f"{here} {expected.told[here]}",
         there=found.told.get(runtime.name.partition(":")[0], ""),
         cases=len(subject.probes),
         golden=len(subject.golden),
+        further=sum(isinstance(probe, Further) for probe in subject.probes),
         share=measured[worst][0],
         max_abs=max(each[1] for each in measured),
         sample="" if same else str(subject.probes[worst]),
         moved=sum(each[2] for each in measured),
         first=first,
         why="; ".join(apart),
-        note=find_difference(report, {}),
+        note=find_difference(subject.report, {}),
         seconds=float(found.told["seconds"]),
         versions={
             key: text for key, text in found.told.items() if key not in ("seconds", "values")
         },
     )
+
+
+def _nearer(expected: Tensor, found: Tensor, by: float) -> Tensor:
+    """Return numbers that are nearer to what is expected by so much."""
+    if not by or expected.shape != found.shape:
+        return found
+    one, two = expected.double(), found.double()
+    near = one + (two - one).sign() * ((two - one).abs() - by).clamp(min=0)
+    return torch.where(one == two, two, near).to(found.dtype)
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
@@ -408,23 +492,21 @@ def _share(rule: Rule, measured: Mapping[str, Any], case: str) -> float:
 
 
 def _first(
-    subject: Subject,
-    runs: Sequence[tuple[Runtime, Path]],
-    measured: Sequence[tuple[float, float, int]],
-    folder: Path,
+    subject: Subject, there: Where, measured: Sequence[tuple[float, float, int]], runners: Runners
 ) -> str:
-    """Name the first value that differs, in the smallest case that does."""
+    """Name the first value that differs, in the smallest case that does; a request's before all."""
     differing = [place for place, each in enumerate(measured) if each[0] > 1] or [0]
-    cases = {place: subject.case(place) for place in differing}
-    place = min(cases, key=lambda place: sum(each.numel() for each in cases[place].values()))
-    program = subject.program
+    cases = {place: subject.inputs(subject.probes[place]) for place in differing}
+    sizes = {place: sum(each.numel() for each in cases[place]) for place in differing}
+    requests = [place for place in cases if isinstance(subject.probes[place], GoldenCase)]
+    place = min(requests or cases, key=sizes.__getitem__)
+    program, case = subject.program, subject.named(cases[place])
     layers: dict[str, tuple[str, str]] = {}
     try:
         if program.format == "onnx":
-            program, layers = _exposed(program, folder)
+            program, layers = _exposed(program)
         outcomes = [
-            run(runtime, python, program, [cases[place]], folder, every_value=True)
-            for runtime, python in runs
+            runners.run(where, program, [case], every_value=True) for where in (program.here, there)
         ]
     except (ArchiveError, HandlerError, ValueError) as error:  # protobuf's, of 2 GB
         return f"where it first differs cannot be had: {error}"
@@ -443,7 +525,7 @@ def _first(
     return "no value inside differs, as soon as each of them is looked at"
 
 
-def _exposed(program: Program, folder: Path) -> tuple[Program, dict[str, tuple[str, str]]]:
+def _exposed(program: Program) -> tuple[Program, dict[str, tuple[str, str]]]:
     """Write a copy of an ONNX file that gives what each node gives; say which nodes these are."""
     import onnx
 
@@ -461,6 +543,6 @@ def _exposed(program: Program, folder: Path) -> tuple[Program, dict[str, tuple[s
     outputs = {value.name: value for value in model.graph.output}
     del model.graph.output[:]
     model.graph.output.extend(outputs[name] for name in dict.fromkeys((*layers, *asked)))
-    path = folder / "exposed.onnx"
+    path = program.path.with_name(f"exposed-{program.path.name}")
     onnx.save(model, path)
     return replace(program, path=path, outputs=tuple(outputs)), layers

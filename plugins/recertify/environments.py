@@ -9,24 +9,26 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 
-from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
 from modelyard.archiver.errors import NothingCompared, WrongUsage
+from modelyard.archiver.proven import installed_version
 from modelyard.base.disk import build_once
-from modelyard.plugins.recertify.runtimes import RUNTIMES, Runtime
+from modelyard.plugins.recertify.runtimes import OTHERS, RUNTIMES, Runtime
 
 HERE_PYTHON = Path(sys.executable)
 SHOWN_LINES = 3
-"""Lines of pip's last words in an error."""
+"""Lines of what pip or npm said, in an error."""
+EXACT = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)===?([0-9][A-Za-z0-9.+!_-]*)")
 
 
 @dataclass(frozen=True)
@@ -52,18 +54,37 @@ class Environment:
             build_once(self.python.parents[1], self._build)
 
     def _build(self) -> None:
-        install = ["-m", "pip", "--python", str(self.python), "install", "--no-input", "--quiet"]
-        for command in (
-            [str(self.base), "-m", "venv", "--without-pip", str(self.python.parents[1])],
-            [sys.executable, "-P", *install, "--disable-pip-version-check", *self.requirements],
-        ):
+        for command in self.commands():
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
                 said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+                said = [line for line in said if "err" in line.lower()] or said
                 raise NothingCompared(
-                    f"no environment with {self.name} can be made: "
-                    f"{' | '.join(said[-SHOWN_LINES:])}"
+                    f"no environment with {self.name} can be made: {' | '.join(said[:SHOWN_LINES])}"
                 )
+
+    def commands(self) -> list[list[str]]:
+        """Return what makes it, one after the other."""
+        install = ["-m", "pip", "--python", str(self.python), "install", "--no-input", "--quiet"]
+        return [
+            [str(self.base), "-m", "venv", "--without-pip", str(self.python.parents[1])],
+            [sys.executable, "-P", *install, "--disable-pip-version-check", *self.requirements],
+        ]
+
+
+class NodeEnvironment(Environment):
+    """A folder of npm's, with a link to the `node` that runs what lies in it."""
+
+    def commands(self) -> list[list[str]]:
+        """Return what makes it, one after the other."""
+        # No package's own script runs: what is downloaded is only read, behind walls.
+        install = ["npm", "install", "--ignore-scripts", "--no-audit", "--no-fund", "--prefix"]
+        packages = [text.replace("==", "@") for text in self.requirements]
+        return [
+            ["mkdir", "-p", str(self.python.parent)],
+            ["ln", "-s", str(self.base), str(self.python)],
+            [*install, str(self.python.parents[1]), *packages],
+        ]
 
 
 def plan(given: Sequence[str], python: Path | None = None) -> list[Environment]:
@@ -81,43 +102,64 @@ def plan(given: Sequence[str], python: Path | None = None) -> list[Environment]:
     """
     versions: dict[str, list[str]] = {}
     for text in given:
-        try:
-            requirement = Requirement(text)
-        except InvalidRequirement as error:
-            raise WrongUsage(f"--with {text}: expected NAME==VERSION: {error}") from error
-        exact = [each.operator in ("==", "===") for each in requirement.specifier]
-        if exact != [True] or "*" in str(requirement.specifier) or requirement.url:
+        if not (found := EXACT.fullmatch(text)):
             raise WrongUsage(f"--with {text}: expected one exact version, as NAME==VERSION")
-        versions.setdefault(canonicalize_name(requirement.name), []).append(text)
+        versions.setdefault(canonicalize_name(found[1]), []).append(text)
     sets = [tuple(filter(None, each)) for each in zip_longest(*versions.values())]
-    found = []
+    planned = []
     for each in sets:
-        named = [canonicalize_name(Requirement(text).name) for text in each]
+        named = _names(each)
         runtimes = tuple(runtime for runtime in RUNTIMES.values() if runtime.package in named)
         if not runtimes:
             known = ", ".join(runtime.package for runtime in RUNTIMES.values())
             raise WrongUsage(f"--with {' '.join(each)} names nothing that runs artifacts: {known}")
-        found.append(planned(each, python or HERE_PYTHON, runtimes))
-    return found
+        planned.append(_planned(" ".join(each), each, python or HERE_PYTHON, runtimes))
+    return planned
 
 
-def planned(given: tuple[str, ...], python: Path, runtimes: tuple[Runtime, ...]) -> Environment:
-    """Return an environment in its place, with these packages and what else the runtimes need.
+def plan_other(text: str, python: Path | None = None) -> Environment:
+    """Return the environment that `--runtime` asks for, which is not made.
 
     Args:
-        given: `NAME==VERSION` each.
-        python: interpreter that it is made with.
-        runtimes: what is looked at there.
+        text: a name of `OTHERS`, perhaps with `==VERSION`.
+        python: another interpreter than this process's.
+
+    Raises:
+        WrongUsage: no such runtime, or the machine lacks a program that it needs.
     """
-    named = [canonicalize_name(Requirement(text).name) for text in given]
-    further = [each for runtime in runtimes for each in runtime.requirements]
-    requirements = (*given, *sorted(set(further) - set(named)))
+    name, _, version = text.partition("==")
+    if name not in OTHERS:
+        raise WrongUsage(f"--runtime {text}: expected one of {', '.join(OTHERS)}")
+    runtime = OTHERS[name]
+    for program, package in runtime.programs.items():
+        if shutil.which(program) is None:
+            raise WrongUsage(f"--runtime {name} needs {program}: apt-get install {package}")
+    first = shutil.which(runtime.command[0]) or runtime.command[0]
+    runtime = replace(runtime, command=(first, *runtime.command[1:]))
+    version = version or runtime.version or installed_version(runtime.package).partition("+")[0]
+    given = (f"{runtime.package}=={version}",)
+    return _planned(text, given, python or HERE_PYTHON, (runtime,))
+
+
+def _planned(
+    name: str, given: tuple[str, ...], python: Path, runtimes: tuple[Runtime, ...]
+) -> Environment:
+    """Return an environment in its place, with these packages and what else the runtimes need."""
+    node = shutil.which("node") if "node" in runtimes[0].programs else None
+    python = Path(node or python)
+    further = {each for runtime in runtimes for each in runtime.requirements}
+    requirements = (*given, *sorted(further.difference(_names(given))))
     done = subprocess.run([python, "-VV"], capture_output=True, text=True, check=False)
     told = (done.stdout, str(python), platform.machine(), *requirements)
     key = hashlib.sha256("\0".join(told).encode()).hexdigest()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = cache / "modelyard" / "environments" / key[:32]
-    return Environment(" ".join(given), runtimes, folder / "bin" / "python", requirements, python)
+    kind, program = (NodeEnvironment, "node") if node else (Environment, "python")
+    return kind(name, runtimes, folder / "bin" / program, requirements, python)
+
+
+def _names(given: Sequence[str]) -> list[str]:
+    return [canonicalize_name(text.partition("==")[0]) for text in given]
 
 
 def existing(python: Path) -> Environment:
@@ -129,15 +171,15 @@ def existing(python: Path) -> Environment:
     code = (
         "import sys; from importlib.util import find_spec; print(*filter(find_spec, sys.argv[1:]))"
     )
-    names = [each.package for each in RUNTIMES.values() if each.package]
+    runtimes = RUNTIMES.values()
+    names = [each.package for each in runtimes]
     try:
         done = subprocess.run(
             [python, "-s", "-c", code, *names], capture_output=True, text=True, check=False
         )
-        has = done.stdout.split()
     except OSError as error:
         raise WrongUsage(f"--in {python} does not run: {error.strerror}") from error
-    runtimes = tuple(each for each in RUNTIMES.values() if each.package in has)
-    if not runtimes:
+    found = tuple(each for each in runtimes if each.package in done.stdout.split())
+    if not found:
         raise WrongUsage(f"--in {python} has none of {', '.join(names)}")
-    return Environment(str(python), runtimes, Path(shutil.which(python) or python).absolute())
+    return Environment(str(python), found, Path(shutil.which(python) or python).absolute())

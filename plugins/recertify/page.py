@@ -3,42 +3,26 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
-from html import escape
+from pathlib import Path
 
 from modelyard.archiver.proven import DIFFERS, SAME, WITHIN
 from modelyard.plugins.recertify.certify import NOT_RUN, UNTOUCHED, Row
 
 HEADS = ("ARCHIVE", "ARTIFACT", "RUNS ON", "ANSWERS", "OF TOLERANCE", "CASES", "SHOWN BY")
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 76rem; padding: 0 1rem }
-table { border-collapse: collapse; width: 100% }
-th, td { border-bottom: 1px solid #8884; padding: .4rem .6rem; text-align: left }
-td { vertical-align: top }
-td.differs { color: #b3261e; font-weight: 600 } td.same-bits, td.within { color: #1b6e3c }
-p.detail { margin: .2rem 0; overflow-wrap: anywhere } small { color: #777 }
-@media (prefers-color-scheme: dark) {
-  body { background: #14171a; color: #e4e6e8 } td.differs { color: #ff8a80 }
-  td.same-bits, td.within { color: #7bd88f }
-}
-"""
+VERDICTS = (DIFFERS, SAME, WITHIN, NOT_RUN, UNTOUCHED)
 
 
 def cells(row: Row) -> tuple[str, ...]:
     """Return a row of the table."""
     if row.verdict in (NOT_RUN, UNTOUCHED):
         return (row.archive.name, row.artifact, row.environment, row.verdict, "", "", "")
-    golden = f" ({row.golden} golden)" if row.golden else ""
-    return (
-        row.archive.name,
-        row.artifact,
-        f"{row.runtime} {row.there}",
-        row.verdict,
-        share_text(row.share),
-        f"{row.cases}{golden}",
-        row.sample,
-    )
+    golden = f"{row.golden} golden, " if row.golden else ""
+    cases = f"{row.cases} ({golden}{row.further} further)"
+    return (row.archive.name, row.artifact, f"{row.runtime} {row.there}", row.verdict,
+            share_text(row.share), cases, row.sample)  # fmt: skip
 
 
 def share_text(share: float) -> str:
@@ -62,35 +46,20 @@ def details(row: Row) -> Iterator[str]:
         yield f"a line says so in the archive, whose digest is {row.written} now"
 
 
+def describe_counts(rows: Sequence[Row]) -> str:
+    """Say how many rows have which verdict."""
+    counts = Counter(row.verdict for row in rows)
+    return ", ".join(f"{counts[each]} {each}" for each in VERDICTS if counts[each])
+
+
 def format_page(rows: Sequence[Row]) -> str:
     """Write a page without a script, a font or a picture of elsewhere."""
-    body = []
-    for row in rows:
-        kind = row.verdict.replace(" ", "-")
-        shown = [escape(cell) for cell in cells(row)]
-        shown[-1] += "".join(
-            f'<p class="detail"><small>{escape(t)}</small></p>' for t in details(row)
-        )
-        columns = "".join(
-            f'<td class="{kind}">{cell}</td>' if place == 3 else f"<td>{cell}</td>"
-            for place, cell in enumerate(shown)
-        )
-        body.append(f"<tr>{columns}</tr>")
-    counts = {
-        verdict: sum(row.verdict == verdict for row in rows)
-        for verdict in (DIFFERS, SAME, WITHIN, NOT_RUN, UNTOUCHED)
-    }
-    said = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
-    heads = "".join(f"<th>{head.capitalize()}</th>" for head in HEADS)
-    return (
-        '<!doctype html><html lang="en"><meta charset="utf-8"><title>Recertified</title>'
-        '<meta name="viewport" content="width=device-width">'
-        f"<style>{_STYLE}</style><h1>Recertified</h1>"
-        f"<p>{escape(said)}. Compared with {escape(_beside(rows))}, "
-        f"{datetime.now(UTC):%Y-%m-%d}.</p>"
-        f"<table><thead><tr>{heads}</tr></thead><tbody>{''.join(body)}</tbody></table></html>\n"
-    )
+    from jinja2 import Environment
 
-
-def _beside(rows: Sequence[Row]) -> str:
-    return ", ".join(sorted({row.here for row in rows if row.here})) or "nothing"
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    template = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
+    return environment.from_string(template).render(
+        rows=rows, heads=HEADS, cells=cells, details=details, counts=describe_counts(rows),
+        beside=", ".join(sorted({row.here for row in rows if row.here})) or "nothing",
+        date=f"{datetime.now(UTC):%Y-%m-%d}",
+    )  # fmt: skip

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from modelyard.archiver.cli import exit_codes
+from modelyard.archiver.cli import JsonOutput, exit_codes
 from modelyard.archiver.errors import Differs, NothingCompared, WrongUsage
 from modelyard.base.terminal import out, plain_table, step_bar
 
@@ -20,58 +20,41 @@ if TYPE_CHECKING:
 recertify_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
+_Texts = list[str] | None
+_Paths = list[Path] | None
+_File = Path | None
+_ARCHIVES = "Archives, or their stores."
+_WITH = (
+    "What to install. Of several names comes one environment; a name that is given again makes a "
+    "further one."
+)
+_RUNTIME = "Another runtime: onnxruntime-web, openvino, executorch, …; an unknown name lists all."
+_WRITE = (
+    "Add a line for each version to MAR-INF/proven.json of the archives, which changes their "
+    "digests."
+)
+_SIGN = "Private key (PEM) that signs what is written."
+_KEYS = (
+    "File of public keys; one must have signed an archive that is signed anew. By default --sign's "
+    "own."
+)
+_IN, _BASE = "An interpreter that has its packages.", "Interpreter that environments are made with."
+
+
 @recertify_app.command(epilog="Example: modelyard recertify model_store --with onnxruntime==1.32.0")
 def recertify(
-    archives: Annotated[
-        list[Path], typer.Argument(metavar="STORE_OR_ARCHIVE...", help="Archives, or their stores.")
-    ],
-    with_: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--with",
-            metavar="NAME==VERSION",
-            help="What to install. Of several names comes one environment; a name that is given "
-            "again makes a further one.",
-        ),
-    ] = None,
-    in_: Annotated[
-        list[Path] | None,
-        typer.Option("--in", metavar="PYTHON", help="An interpreter that has its packages."),
-    ] = None,
-    runtime: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME[==VERSION]",
-            help="Another runtime: onnxruntime-web, openvino, executorch, …; an unknown name lists "
-            "all.",
-        ),
-    ] = None,
-    python: Annotated[
-        Path | None, typer.Option(help="Interpreter that environments are made with.")
-    ] = None,
-    write: Annotated[
-        bool,
-        typer.Option(
-            "--write",
-            help="Add a line for each version to MAR-INF/proven.json of the archives, which "
-            "changes their digests.",
-        ),
-    ] = False,
-    sign: Annotated[
-        Path | None,
-        typer.Option(metavar="KEY_FILE", help="Private key (PEM) that signs what is written."),
-    ] = None,
-    public_key: Annotated[
-        Path | None,
-        typer.Option(
-            help="File of public keys; one must have signed an archive that is signed "
-            "anew. By default --sign's own."
-        ),
-    ] = None,
+    archives: Annotated[list[Path], typer.Argument(metavar="STORE_OR_ARCHIVE...", help=_ARCHIVES)],
+    with_: Annotated[_Texts, typer.Option("--with", metavar="NAME==VERSION", help=_WITH)] = None,
+    in_: Annotated[_Paths, typer.Option("--in", metavar="PYTHON", help=_IN)] = None,
+    runtime: Annotated[_Texts, typer.Option(metavar="NAME[==VERSION]", help=_RUNTIME)] = None,
+    python: Annotated[_File, typer.Option(help=_BASE)] = None,
+    write: Annotated[bool, typer.Option("--write", help=_WRITE)] = False,
+    sign: Annotated[_File, typer.Option(metavar="KEY_FILE", help=_SIGN)] = None,
+    public_key: Annotated[_File, typer.Option(help=_KEYS)] = None,
     page: Annotated[
-        Path | None, typer.Option(metavar="FILE.html", help="Write the result as a page.")
+        _File, typer.Option(metavar="FILE.html", help="Write the result as a page.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    as_json: JsonOutput = False,
 ) -> None:
     """Run archives on other versions and here, and judge both by the rule of their export.
 
@@ -80,7 +63,7 @@ def recertify(
     # Here, for `--help` does not wait for what it does not use.
     from modelyard.archiver.read import open_archive
     from modelyard.archiver.signing import read_signing_key, read_trusted_keys
-    from modelyard.plugins.recertify import environments, lines, others
+    from modelyard.plugins.recertify import environments, lines
     from modelyard.plugins.recertify.certify import recertify as run
     from modelyard.plugins.recertify.page import format_page
 
@@ -88,7 +71,7 @@ def recertify(
         paths = list(_archives(archives))
         planned = environments.plan(with_ or [], python)
         planned += [environments.existing(each) for each in in_ or []]
-        planned += [others.plan(each, python) for each in runtime or []]
+        planned += [environments.plan_other(each, python) for each in runtime or []]
         if not planned:
             raise WrongUsage("give --with NAME==VERSION, --in PYTHON or --runtime NAME")
         key = read_signing_key(sign) if write else None
@@ -147,11 +130,10 @@ def _end(rows: Sequence[Row]) -> None:
         Differs: an answer changes.
         NothingCompared: something could not be run, or nothing was.
     """
-    of = {row.verdict: 0 for row in rows}
-    for row in rows:
-        of[row.verdict] += 1
-    said = ", ".join(f"{count} {verdict}" for verdict, count in of.items())
+    from modelyard.plugins.recertify.page import describe_counts
+
+    of, said = {row.verdict for row in rows}, describe_counts(rows)
     if "differs" in of:
         raise Differs(f"answers change: {said}")
-    if "not run" in of or of.keys() <= {"untouched"}:
+    if "not run" in of or of <= {"untouched"}:
         raise NothingCompared(f"not everything was compared: {said}")

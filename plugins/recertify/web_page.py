@@ -10,7 +10,6 @@ from __future__ import annotations
 import gzip
 import json
 import re
-import tempfile
 from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -30,14 +29,12 @@ from modelyard.archiver.replay import UNPACKED
 from modelyard.archiver.untrusted.names import MANIFEST_NAME
 from modelyard.base.scale import Scale, one_place
 from modelyard.handlers import BUILT_IN
-from modelyard.handlers.proof.agree import OutputScales, joint_rules, within_reason
+from modelyard.handlers.proof.copies import rules_of
 from modelyard.handlers.proof.witness import INPUT_TOLERANCE
 from modelyard.handlers.tasks.vision_handler import VisionHandler
-from modelyard.plugins.recertify import others
 from modelyard.plugins.recertify.certify import GoldenCase, Subject, read_subject
-from modelyard.plugins.recertify.environments import HERE_PYTHON
-from modelyard.plugins.recertify.runs import run
-from modelyard.plugins.recertify.runtimes import HERE
+from modelyard.plugins.recertify.environments import plan_other
+from modelyard.plugins.recertify.runs import Runners
 from modelyard.serve.worker.load import load_service
 
 HERE_FOLDER = Path(__file__).parent
@@ -66,13 +63,14 @@ def format_web_page(path: Path) -> tuple[str, int]:
         ArchiveError: there is nothing that a page could verify.
         HandlerError: the archive does not load here.
     """
-    environment = others.plan("onnxruntime-web")
+    environment = plan_other("onnxruntime-web")
     environment.build()
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="modelyard-")))
+        runners = stack.enter_context(Runners())
+        folder = Path(stack.enter_context(runners.folder()))
         archive = stack.enter_context(open_archive(path, staging=folder))
         subject = read_subject(archive, folder, "onnx")
-        cases = list(_cases(subject, folder))
+        cases = list(_cases(subject, runners))
         kept = _small_enough(cases)
         manifest, unpacked = archive.manifest, folder / UNPACKED
         handler = _handler(unpacked, manifest)
@@ -90,14 +88,14 @@ def format_web_page(path: Path) -> tuple[str, int]:
             "facts": {
                 "Model": f"{manifest.model_name} {manifest.model_version}",
                 "Archive": f"SHA-256 {archive.digest}",
-                "Artifact": f"{subject.path.name}, SHA-256 {report.artifact_sha256}",
+                "Artifact": f"{subject.program.path.name}, SHA-256 {report.artifact_sha256}",
                 "Proven with": ", ".join(f"{key} {text}" for key, text in report.versions.items()),
                 "Runs on": f"{environment.requirements[0]}, WebAssembly, one thread",
                 "Cases": f"{len(kept)} of {len(cases)}"
                 + (", the larger ones left out" if len(kept) < len(cases) else ""),
             },
         }
-        model = subject.path.read_bytes()
+        model = subject.program.path.read_bytes()
     dist = environment.python.parents[1] / "node_modules" / "onnxruntime-web" / "dist"
     style, script, page = (
         (HERE_FOLDER / f"web_page.{kind}").read_text(encoding="utf-8")
@@ -139,39 +137,30 @@ def _judged(values: Tensor, scale: Scale, allowed: float) -> dict[str, Any]:
     return {**_kept(values), "units": _kept(units), "allowed": allowed}
 
 
-def _cases(subject: Subject, folder: Path) -> Iterator[dict[str, Any]]:
+def _cases(subject: Subject, runners: Runners) -> Iterator[dict[str, Any]]:
     """Yield the cases, golden requests first, with what is expected of each output."""
-    parity = subject.report.parity
-    assert parity is not None, "others are no subjects"
+    parity, program = subject.parity, subject.program
     if parity.is_quantized:
         raise ArchiveError(
-            f"{subject.path.name} is quantised, and a page's rule has no place for approximations"
+            f"{program.path.name} is quantised, and a page's rule has no place for approximations"
         )
-    program = subject.program
-    found = run(HERE["onnx"], HERE_PYTHON, program, subject.cases(), folder)
+    found = runners.run(program.here, program, subject.cases())
     if not subject.is_as_recorded(found):
         raise ArchiveError(
-            f"{subject.path.name} gives something else here than its golden requests record; "
+            f"{program.path.name} gives something else here than its golden requests record; "
             "modelyard verify says what"
         )
-    outputs = [list(found.outputs(place).values()) for place in range(len(subject.probes))]
+    outputs = list(subject.outputs(found))
     found.discard()
-    scales = OutputScales()
-    for probe, given in zip(subject.probes, outputs, strict=True):
-        scales.see(probe.kind, given)
-    rules = {
-        name: within_reason(rule, subject.probes)
-        for name, rule in joint_rules(parity, parity).items()
-    }
-    order = sorted(
-        range(len(outputs)), key=lambda place: not isinstance(subject.probes[place], GoldenCase)
-    )
-    for place in order:
-        probe = subject.probes[place]
-        of_all = zip(rules.items(), outputs[place], scales.of(probe.kind), strict=True)
+    rules, scales = rules_of(parity, parity, subject.probes, outputs)
+    pairs = zip(subject.probes, outputs, strict=True)
+    for probe, given in sorted(pairs, key=lambda pair: not isinstance(pair[0], GoldenCase)):
+        of_all = zip(rules.items(), given, scales.of(probe.kind), strict=True)
         yield {
             "name": _name(probe.request) if isinstance(probe, GoldenCase) else str(probe),
-            "inputs": {name: _kept(value) for name, value in subject.case(place).items()},
+            "inputs": {
+                name: _kept(each) for name, each in subject.named(subject.inputs(probe)).items()
+            },
             "outputs": {
                 name: _judged(value, scale, rule.allowed.get(str(probe), rule.tolerance))
                 for (name, rule), value, scale in of_all
@@ -228,7 +217,7 @@ def _pictures(
     examples = []
     for read in subject.golden:
         if types[read.request] in SHOWN:
-            (given,) = read.inputs
+            (given,) = read.values
             picture = b64encode((folder / read.request).read_bytes()).decode()
             examples.append({
                 "name": _name(read.request), "type": types[read.request], "picture": picture,

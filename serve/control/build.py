@@ -89,7 +89,7 @@ def admit(archive: Archive, spec: ModelSpec, policy: Policy, is_fetched: bool = 
     config = policy.configure(archive, spec, name)
     unproven = find_unproven(archive.manifest, archive.read, config.artifact)
     if unproven and settings.require_proven:
-        advice = "install that version, or export and archive it again here"
+        advice = "install that version, `modelyard recertify`, or export and archive it again here"
         if unproven.reason != "versions":
             advice = "archive what `modelyard export` wrote, with its report beside it"
         raise NotProven(

@@ -25,7 +25,8 @@ The archiver has it run, for a dry run before an archive is written and to verif
                                "" where one does}, where it was recorded,
                   "reference": the content of `archiver.reference`'s file, where there is a path,
                   "explained": the content of `archiver.explanations`' file, or why there is none,
-                  "batches": [[{"status": …, "body": in Base64}, …], …]}
+                  "batches": [{"answers": [{"status": …, "body": in Base64}, …],
+                               "read": inputs, as "seen" has them}, …]}
                  or {"error": why the archive does not load}
 """
 
@@ -74,7 +75,7 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
         "lacking": task["lacking"],
         "golden": golden,
         "parity": None,
-        "batches": [_answer_again(service, batch) for batch in task["batches"]],
+        "batches": [_answer_again(service, batch, task["inputs"]) for batch in task["batches"]],
     }
     if task["record"] and golden and all("seen" in each for each in golden):
         result["coverage"] = _cover(service, task["golden"][:MOST_TRIED], golden)
@@ -91,13 +92,19 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _answer_again(service: load.Service, batch: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    items = []
+def _answer_again(service: load.Service, batch: list[Any], inputs: bool) -> dict[str, Any]:
+    items, read = [], []
     for number, each in enumerate(batch, 1):
         head, body = b64decode(each["head"]), bytearray(b64decode(each["body"]))
         items.append(wire.Item(number, each["rows"], each["flags"], head, body))
-    answers = answer_batch(service, items)
-    return [{"status": a.status, "body": b64encode(a.body).decode()} for a in answers]
+    with watched(service.handler if inputs else None) as calls:
+        given = answer_batch(service, items)
+    if inputs:
+        from modelyard.handlers.proof.witness import inputs_read
+
+        read = inputs_read(calls)
+    answers = [{"status": each.status, "body": b64encode(each.body).decode()} for each in given]
+    return {"answers": answers, "read": read}
 
 
 def _explain_reference(service: load.Service, place: Path) -> str:

@@ -188,8 +188,9 @@ def test_a_server_that_requires_proof_refuses_what_others_proved(
     ran = modelyard(*arguments, "--models=onnx")
     assert ran.returncode == 1
     assert SAID in " ".join(ran.stderr.split())
-    assert "install that version, or export and archive it again here" in " ".join(
-        ran.stderr.split()
+    assert (
+        "install that version, `modelyard recertify`, or export and archive it again here"
+        in " ".join(ran.stderr.split())
     )
 
     shutil.copy(digits_store / "pt2.mar", aged.parent / "pt2.mar")

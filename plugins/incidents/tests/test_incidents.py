@@ -23,8 +23,10 @@ from modelyard.archiver.errors import ArchiveError, NothingCompared
 from modelyard.plugins.incidents.cli import incident_app, replay_app
 from modelyard.plugins.incidents.file import BadIncident, digest_of, read_incident
 from modelyard.plugins.incidents.replay import replay_incidents
+from modelyard.plugins.recertify.environments import plan
 from modelyard.serve.errors import WrongUsage
 from modelyard.serve.settings import load_settings
+from plugins.recertify.tests.faults import interpreter
 from plugins.tasks.tests.decoder import build_decoder, write_decoder
 from tests.serve.live import LiveServer, running
 from tests.shared import DIGITS, FILES
@@ -464,6 +466,33 @@ def test_the_commands_write_a_file_and_replay_it(bounded: LiveServer, tmp_path: 
     assert "the incident is of mixes" in " ".join(refused.split())
     command(replay_app, file, "--model-store", tmp_path / "store", "--body", body, code=1)
     assert answer.text.startswith("some words after")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("fault", ["scale of 1.001", "a last place"])
+def test_with_the_versions_of_then_the_layer_is_named(
+    server: LiveServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (planned,) = plan(["onnxruntime==99.0"])
+    interpreter(planned.python.parents[1], fault)  # as if pip had made it
+    (planned.python.parents[1] / "complete").touch()
+    id, _ = ask_digits(server, ("onnx",), 10_000 + len(fault), random.Random(1))
+    document = fetch(server, id)
+    machine = {**document["machine"], "onnxruntime": "99.0"}
+    file = tmp_path / "then.json"
+    said = {**document, "machine": machine, "sha256": ""}
+    del said["sha256"]
+    file.write_text(json.dumps({**said, "sha256": digest_of(said)}))
+
+    (found,) = replay_incidents([read_incident(file)], None, server.store, with_recorded=True)
+
+    (text,) = found["recorded"]
+    assert text.startswith("digits.onnx on onnxruntime==99.0, beside onnxruntime ")
+    if fault == "a last place":
+        assert ": within" in text
+    else:
+        assert "differs" in text and "(Conv, node_Conv" in text and f"the batch of {id}" in text
 
 
 def test_a_torn_or_strange_file_is_refused(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Run the cases of a task on ExecuTorch: `python on_executorch.py TASK.json`.
+"""Run the cases of tasks on ExecuTorch.
 
 It runs in an environment of its own and imports nothing of Modelyard; `runtimes` says what it
 reads and writes. The program is lowered for XNNPACK first, as for a phone: what is not among its

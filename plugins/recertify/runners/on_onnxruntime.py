@@ -1,4 +1,4 @@
-"""Run the cases of a task on onnxruntime: `python on_onnxruntime.py TASK.json`.
+"""Run the cases of tasks on onnxruntime.
 
 It runs in an environment of its own and imports nothing of Modelyard; `runtimes` says what it
 reads and writes. Options: `providers`, by default the CPU's, and `threads`.

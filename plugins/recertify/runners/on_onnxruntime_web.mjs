@@ -1,6 +1,4 @@
-// Run the cases of a task on onnxruntime-web, in WebAssembly as browsers have it: what a page gets.
-//
-//   node on_onnxruntime_web.mjs TASK.json
+// Run the cases of tasks on onnxruntime-web, in WebAssembly as browsers have it: what a page gets.
 //
 // It imports nothing of Modelyard; `runtimes` says what it reads and writes. The library lies in
 // `node_modules` of FOLDER where it is started as FOLDER/bin/node.
@@ -8,6 +6,7 @@
 import { readFileSync, writeFileSync } from "node:fs";
 import { dirname, join } from "node:path";
 import { performance } from "node:perf_hooks";
+import { createInterface } from "node:readline";
 import { pathToFileURL } from "node:url";
 
 const TYPES = {
@@ -79,10 +78,7 @@ async function main(task) {
   write(task.out, found, { "onnxruntime-web": version, node: process.versions.node, seconds });
 }
 
-main(JSON.parse(readFileSync(process.argv[2]))).then(
-  () => process.exit(0), // its workers would keep the process
-  (error) => {
-    console.error(`onnxruntime-web: ${sentence(error)}`);
-    process.exit(1);
-  },
-);
+for await (const line of createInterface({ input: process.stdin })) {
+  const failed = (error) => `onnxruntime-web: ${sentence(error)}`;
+  process.stdout.write(`${await main(JSON.parse(line)).then(() => "", failed)}\n`);
+}

@@ -1,4 +1,4 @@
-"""Run the cases of a task on OpenVINO: `python on_openvino.py TASK.json`.
+"""Run the cases of tasks on OpenVINO.
 
 It runs in an environment of its own and imports nothing of Modelyard; `runtimes` says what it
 reads and writes. Options: `precision`, that of float32 numbers inside, and `threads`.

@@ -1,4 +1,4 @@
-"""Run the cases of a task on torch: `python on_torch.py TASK.json`.
+"""Run the cases of tasks on torch.
 
 It runs in an environment of its own and imports nothing of Modelyard; `runtimes` says what it
 reads and writes. The file is one that was judged: torch.export.load trusts what it is given.
@@ -11,12 +11,16 @@ import json
 import time
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from tensors import Array, Cases, main
+
+with suppress(ImportError):  # what loading a program imports: once, not in each fork
+    import torch._export.serde.serialize
 
 
 def to_torch(array: Array) -> torch.Tensor:

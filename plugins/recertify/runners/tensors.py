@@ -7,6 +7,7 @@ JSON, the data.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -61,18 +62,31 @@ def write(file: str, cases: Cases, metadata: Mapping[str, str]) -> None:
 
 
 def main(run: Run, library: str) -> None:
-    """Run a task, and end with one sentence where that fails.
+    """Run tasks, a line of JSON each, and answer each by a line: why it failed, or nothing.
+
+    Each runs in a fork of this process, which has the library already: none sees another's memory.
 
     Args:
         run: takes the task and its cases; returns what each gave, and what is told of the run.
         library: what runs it, and its version.
     """
+    with os.fdopen(os.dup(1), "w") as answers:
+        os.dup2(2, 1)  # for what libraries print
+        for line in sys.stdin:
+            if not (child := os.fork()):
+                print(_run(run, library, json.loads(line)), file=answers, flush=True)
+                os._exit(0)
+            if code := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
+                print(f"{library}: the process ended with {code}", file=answers, flush=True)
+
+
+def _run(run: Run, library: str, task: Any) -> str:
     try:
-        task = json.loads(Path(sys.argv[1]).read_bytes())
         write(task["out"], *run(task, read(task["cases"])))
     # A library raises whatever its parsers and kernels raise: each means that it does not run here.
     except Exception as error:
         said = " ".join(str(error).split())
         # OpenVINO's, in onnxruntime too: the operator stands behind the places in its sources.
         said = said.rpartition("detailed log:")[2].strip()[:500]
-        sys.exit(f"{library}: {said or type(error).__name__}")
+        return f"{library}: {said or type(error).__name__}"
+    return ""

@@ -235,6 +235,7 @@ def test_a_server_that_requires_proof_believes_a_line(aged: Path, tmp_path: Path
         *start_arguments(tmp_path / "state", store), "--require-proven", "--models=onnx"
     )
     assert refused.returncode == 1
+    assert "install that version, `modelyard recertify`, or" in " ".join(refused.stderr.split())
 
     lines.write(path, row(path).digest, [row(path)], None, None)
 

@@ -11,9 +11,9 @@ import pytest
 from modelyard.archiver.errors import WrongUsage
 from modelyard.plugins.recertify.certify import Row as Outcome
 from modelyard.plugins.recertify.certify import recertify
-from modelyard.plugins.recertify.environments import Environment
-from modelyard.plugins.recertify.others import OTHERS, NodeEnvironment, plan
-from modelyard.plugins.recertify.runtimes import HERE, RUNNERS
+from modelyard.plugins.recertify.environments import Environment, NodeEnvironment
+from modelyard.plugins.recertify.environments import plan_other as plan
+from modelyard.plugins.recertify.runtimes import HERE, OTHERS, RUNNERS
 from plugins.recertify.tests import runtime_faults as seeds
 from tests.adversary.gallery import Row, judge
 from tests.serve.live import modelyard
@@ -43,11 +43,11 @@ def test_an_unknown_runtime_is_refused_with_those_there_are(digits_store: Path) 
 
 
 def test_each_runtime_has_a_runner_and_takes_what_a_server_runs() -> None:
-    for name, other in OTHERS.items():
-        assert (RUNNERS / other.runtime.program).is_file(), name
-        assert set(other.runtime.formats) <= HERE.keys(), name
+    for name, runtime in OTHERS.items():
+        assert (RUNNERS / runtime.program).is_file(), name
+        assert set(runtime.formats) <= HERE.keys(), name
         # A server believes lines of these names: no other runtime may write one.
-        assert name not in {runtime.name for runtime in HERE.values()}
+        assert name not in {each.name for each in HERE.values()}
 
 
 @pytest.mark.parametrize(
@@ -73,10 +73,10 @@ def test_an_environment_of_npm_that_cannot_be_made_leaves_nothing(tmp_path: Path
     if shutil.which("npm") is None:
         pytest.skip("npm is not here: apt-get install npm")
     nothing = str(tmp_path / "no-such-package")
-    runtime = OTHERS["onnxruntime-web"].runtime
+    runtime = OTHERS["onnxruntime-web"]
     environment = NodeEnvironment("x", (runtime,), tmp_path / "env/bin/node", (nothing,))
 
-    with pytest.raises(Exception, match="no folder with x can be made"):
+    with pytest.raises(Exception, match="no environment with x can be made"):
         environment.build()
     assert not (tmp_path / "env").exists()
 
