@@ -1,7 +1,5 @@
 """Write a folder that builds a container image with archives inside."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The command `modelyard tune`."""
 
-from __future__ import annotations
-
 import json
 import mimetypes
 import tempfile

@@ -1,7 +1,5 @@
 """The command `modelyard doctor`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Annotated

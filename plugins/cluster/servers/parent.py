@@ -1,7 +1,5 @@
 """The parent of several servers: starts and stops them, and serves management and metrics."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging
@@ -20,9 +18,9 @@ from typing import Any
 
 import httpx
 
+from modelyard.plugins.cluster.process import OneOf
 from modelyard.plugins.cluster.servers.fleet import ROLLOUT, Fleet, is_judged_good
 from modelyard.plugins.cluster.servers.merge import SummedMetrics, merge_models, merge_statuses
-from modelyard.plugins.cluster.servers.one import OneOf
 from modelyard.plugins.cluster.servers.process import Request, ServerProcess
 from modelyard.serve.api.management import CONTENT_TYPE
 from modelyard.serve.control.sandbox import check_machine

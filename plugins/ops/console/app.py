@@ -1,7 +1,5 @@
 """The way of every request for a page: its session, its origin, its right, then its body."""
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import logging
@@ -9,8 +7,15 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from modelyard.archiver import ArchiveError
 from modelyard.plugins.ops.console.render import Renderer
-from modelyard.plugins.ops.console.sessions import AGE_S, SLOW_S, Sessions
-from modelyard.plugins.ops.console.visit import Page, Visit, read_form, read_query
+from modelyard.plugins.ops.console.visit import (
+    AGE_S,
+    SLOW_S,
+    Page,
+    Sessions,
+    Visit,
+    read_form,
+    read_query,
+)
 from modelyard.serve.dataplane.wire import Buffer
 from modelyard.serve.errors import (
     BadRequest,
@@ -88,6 +93,7 @@ class Console:
         is_tls |= headers.get(b"x-forwarded-proto", b"").lower() == b"https"
         method = "GET" if cycle.method == "HEAD" else cycle.method
         visit = Visit(method, cycle.path, {}, {}, headers, id, None, is_tls=is_tls)
+        visit.render = self._renderer.text
         visit.address = client[0] if client else "unix"
         visit.cookie = _cookie(cycle.headers, _cookie_name(headers))
         if visit.cookie:
@@ -185,7 +191,7 @@ class Console:
             if isinstance(error, TooManyAttempts):
                 answer[1].append((b"retry-after", str(error.retry_after_s).encode()))
             return answer
-        return self._renderer.page(visit, "error.html", {"message": text}, status)
+        return visit.page("error.html", {"message": text}, status)
 
     # -- pages of its own ------------------------------------------------------------------------
 
@@ -196,7 +202,7 @@ class Console:
 
     def _sign_in_page(self, visit: Visit, status: int, message: str) -> Answer:
         values = {"message": message, "asks_for_token": self.sessions.asks_for_token}
-        return self._renderer.page(visit, "sign_in.html", values, status)
+        return visit.page("sign_in.html", values, status)
 
     async def _sign_in(self, visit: Visit) -> Answer:
         try:

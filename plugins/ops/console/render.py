@@ -1,7 +1,5 @@
 """Pages from templates, whose every value is escaped; their headers; how numbers are written."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import time
@@ -11,7 +9,6 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from modelyard.plugins.ops.console.readings import Percentile
-from modelyard.plugins.ops.console.visit import Visit
 from modelyard.serve.errors import NoSuchRoute
 from modelyard.serve.http.connection import Answer, Headers
 from modelyard.serve.log import escape_controls
@@ -38,7 +35,6 @@ KINDS = {
     ".svg": b"image/svg+xml",
     ".LICENSE": b"text/plain; charset=utf-8",
 }
-HTML: Headers = [(b"content-type", b"text/html; charset=utf-8")]
 
 
 class Renderer:
@@ -80,27 +76,6 @@ class Renderer:
     def text(self, template: str, values: Mapping[str, object]) -> str:
         """Return what a template makes of values."""
         return self._environment.get_template(template).render(values)
-
-    def page(
-        self, visit: Visit, template: str, values: Mapping[str, object], status: int = 200
-    ) -> Answer:
-        """Return a whole page; what was to be said once is said on it."""
-        session, notices = visit.session, []
-        if session is not None:
-            notices, session.notices = session.notices, []
-        common = {
-            "visit": visit,
-            "root": visit.root,
-            "session": session,
-            "notices": notices,
-            "status": status,
-        }
-        text = self.text(template, {**common, **values})
-        return status, list(HTML), text.encode()
-
-    def part(self, template: str, values: Mapping[str, object]) -> Answer:
-        """Return a part of a page."""
-        return 200, list(HTML), self.text(template, values).encode()
 
     def static(self, name: str) -> Answer:
         """Return a file that pages load; its address names its content, so it is kept for good.

@@ -40,7 +40,7 @@ from modelyard.base.answers import (
     measure,
     pair_up,
 )
-from modelyard.plugins.ops.rollout.answers import (
+from modelyard.plugins.ops.rollout.comparer import (
     LENGTH_HEADER,
     MOST_BYTES,
     SAME,

@@ -24,8 +24,8 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from modelyard.plugins.ops.rollout import evidence
-from modelyard.plugins.ops.rollout.answers import Comparison, Verdict
 from modelyard.plugins.ops.rollout.blocks import Blocks
+from modelyard.plugins.ops.rollout.comparer import Comparison, Verdict
 from modelyard.plugins.ops.rollout.evidence import Bound, Cells, Drift, Span
 from modelyard.plugins.ops.rollout.reasons import LIMIT, Leaning
 from modelyard.serve.dataplane.metrics import Histogram

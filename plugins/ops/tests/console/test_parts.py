@@ -24,15 +24,17 @@ from modelyard.plugins.ops.console.readings import (
     percentile,
 )
 from modelyard.plugins.ops.console.render import Renderer, duration, rate, size
-from modelyard.plugins.ops.console.sessions import (
+from modelyard.plugins.ops.console.visit import (
     AGE_S,
     FAILURES_S,
     MOST_ADDRESSES,
     MOST_FAILURES,
     MOST_SESSIONS,
+    Page,
     Sessions,
+    Visit,
+    read_form,
 )
-from modelyard.plugins.ops.console.visit import Page, Visit, read_form
 from modelyard.serve.dataplane.metrics import SECONDS, Metrics, VersionMetrics
 from modelyard.serve.errors import BadRequest, Forbidden, TooManyAttempts, Unauthorized
 from modelyard.serve.http.tokens import make_grant
