@@ -24,18 +24,11 @@ from modelyard.plugins.torchserve.dialect import Refused, text_of, with_class
 from modelyard.plugins.torchserve.inference import TorchServeInference
 from modelyard.plugins.torchserve.management import TorchServeManagement
 from modelyard.plugins.torchserve.settings import TorchServeSettings
+from modelyard.serve import errors
 from modelyard.serve.dataplane import wire
 from modelyard.serve.dataplane.budget import AnswerBudget
 from modelyard.serve.dataplane.call import PREDICT, Reply, Stream, Target
 from modelyard.serve.dataplane.wire import Buffer, Payload
-from modelyard.serve.errors import (
-    BadRequest,
-    ModelNotFound,
-    ServeError,
-    StreamBroken,
-    Unauthorized,
-    http_status,
-)
 from modelyard.serve.front.begin import Front, pack_fields
 from modelyard.serve.front.face import Face
 from modelyard.serve.front.models import why_not_ready
@@ -138,7 +131,7 @@ def _methods(apis: Sequence[Api], front: Front) -> tuple[dict[str, Method], Chec
             return
         try:
             checks.get(method, apis[0].check)(method, headers)
-        except Unauthorized as error:
+        except errors.Unauthorized as error:
             raise Failure(StatusCode.PERMISSION_DENIED, str(error)) from error
 
     return methods, check
@@ -215,7 +208,7 @@ class InferenceApi:
             reply = await self._ask(rpc, data)
             body = reply.body
             return _prediction(await self._gather(body) if isinstance(body, Stream) else body)
-        except ServeError as error:
+        except errors.ServeError as error:
             raise _failure_of(error) from error
 
     async def _stream(self, rpc: Rpc) -> None:
@@ -230,7 +223,7 @@ class InferenceApi:
                     await rpc.send(_prediction(chunk))
             finally:
                 reply.body.close()
-        except ServeError as error:
+        except errors.ServeError as error:
             raise _failure_of(error) from error
 
     async def _gather(self, stream: Stream) -> bytes:
@@ -298,12 +291,15 @@ def _read_refusal(body: Payload | str) -> Failure | None:
     return Failure(code_of(413 if is_too_large else code), with_class(text, INTERNAL))
 
 
-def _failure_of(error: ServeError) -> Failure:
+def _failure_of(error: errors.ServeError) -> Failure:
     """Return an error of ours with TorchServe's status and text."""
-    if isinstance(error, StreamBroken) and (refusal := _read_refusal(str(error))) is not None:
+    if (
+        isinstance(error, errors.StreamBroken)
+        and (refusal := _read_refusal(str(error))) is not None
+    ):
         return refusal
-    text, (status, kind) = text_of(error), http_status(error)
-    if isinstance(error, ModelNotFound):
+    text, (status, kind) = text_of(error), errors.http_status(error)
+    if isinstance(error, errors.ModelNotFound):
         return Failure(StatusCode.INTERNAL, with_class(text, kind))
     if isinstance(error, Refused):
         return Failure(StatusCode.INTERNAL, f"{text}\n{INTERNAL}.()")
@@ -395,7 +391,7 @@ class ManagementApi:
     async def _unregister(self, rpc: Rpc, request: Any) -> Answer:
         self._require_model_api()
         if not request.model_name:
-            raise BadRequest("Parameter url is required.")  # as TorchServe calls it
+            raise errors.BadRequest("Parameter url is required.")  # as TorchServe calls it
         return await self._management.unregister(request.model_name, request.model_version or None)
 
     def _require_model_api(self) -> None:

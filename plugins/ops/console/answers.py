@@ -14,17 +14,8 @@ from urllib.parse import parse_qsl
 import orjson
 
 from modelyard.archiver.example import TOLERANCE
+from modelyard.base import explain_words as say
 from modelyard.base.explain_options import check_query
-from modelyard.base.explain_words import (
-    delta,
-    error,
-    method,
-    number,
-    percent,
-    question,
-    signed,
-    way,
-)
 from modelyard.plugins.ops.console.forms import JSON
 from modelyard.serve.control.registry import ModelVersion
 from modelyard.serve.dataplane import wire
@@ -82,7 +73,7 @@ class Explained:
     @property
     def tolerance_text(self) -> str:
         """What was asked for, as people read it."""
-        return percent(self.tolerance)
+        return say.percent(self.tolerance)
 
 
 @dataclass
@@ -196,25 +187,25 @@ def _read_explanations(value: Any) -> list[Explained]:
 
 def _explained(answer: Mapping[str, Any]) -> Explained:
     off, gap, asked = answer.get("error"), answer["convergence_delta"], answer["tolerance"]
-    facts = [("Method", method(answer)), ("Output", way(answer))]
-    if off is None:
-        facts.append(("Error", "not known of this method"))
-    else:
-        facts.append(("Error", f"{error(answer).removeprefix('error ')} of the values' size"))
-    if gap is None:
-        facts.append(("Convergence delta", "this method promises no sum"))
-    else:
-        facts.append(("Convergence delta", "; ".join(filter(None, (signed(gap), delta(answer))))))
-    if (met := answer.get("tolerance_met")) is not None:
-        facts.append(("Tolerance", f"{percent(asked)}, {'met' if met else 'not met'}"))
-    if (left := answer.get("net_share")) is not None:
-        facts.append(("Left after cancelling", percent(left)))
-    if file := answer.get("explained_with"):
+    met, left, file = map(answer.get, ("tolerance_met", "net_share", "explained_with"))
+    error = "not known of this method"
+    if off is not None:
+        error = f"{say.error(answer).removeprefix('error ')} of the values' size"
+    sums = "this method promises no sum"
+    if gap is not None:
+        sums = "; ".join(filter(None, (say.signed(gap), say.delta(answer))))
+    facts = [("Method", say.method(answer)), ("Output", say.way(answer)), ("Error", error),
+             ("Convergence delta", sums)]  # fmt: skip
+    if met is not None:
+        facts.append(("Tolerance", f"{say.percent(asked)}, {'met' if met else 'not met'}"))
+    if left is not None:
+        facts.append(("Left after cancelling", say.percent(left)))
+    if file:
         facts.append(("Explained with", cut(str(file), 200)))
     said = [*(answer.get("warnings") or ()), (answer.get("check") or {}).get("summary")]
     warnings = [cut(str(each), 500) for each in said if each]
     words = tuple(_words(answer.get("tokens")))
-    return Explained(cut(question(answer), 300), facts, warnings, off, asked, words)
+    return Explained(cut(say.question(answer), 300), facts, warnings, off, asked, words)
 
 
 def _words(tokens: Any) -> Iterable[Word]:
@@ -226,7 +217,7 @@ def _words(tokens: Any) -> Iterable[Word]:
     values = [float(each.get("word") or each.get("attribution") or 0) for each in found]
     most = max(map(abs, values), default=0.0) or 1.0
     for each, value in zip(found, values, strict=True):
-        yield Word(str(each.get("token", "")), round(SHADES * value / most), number(value))
+        yield Word(str(each.get("token", "")), round(SHADES * value / most), say.number(value))
 
 
 # -- a request of a page, which waits in the model's queue as every client's does ------------------

@@ -16,8 +16,8 @@ import pytest
 
 from modelyard.base.answers import Scales
 from modelyard.handlers.tensors import TensorRequest, Wanted, write_answer
-from modelyard.plugins.ops.rollout import comparer
 from modelyard.plugins.ops.rollout import compare as module
+from modelyard.plugins.ops.rollout import comparer
 from modelyard.plugins.ops.rollout.compare import compare
 from modelyard.plugins.ops.rollout.comparer import (
     Answer,
