@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -121,10 +121,10 @@ class ChildServer:
                 report(event)
         raise StartError(await self.ended())
 
-    async def _events(self, process: asyncio.subprocess.Process) -> Any:
+    async def _events(self, process: asyncio.subprocess.Process) -> AsyncIterator[dict[str, Any]]:
         assert process.stdout is not None
         async for line in process.stdout:
-            event: Mapping[str, Any] = json.loads(line)
+            event = json.loads(line)
             self._message = event.get("message", self._message)
             yield event
 

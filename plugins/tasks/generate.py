@@ -5,6 +5,7 @@ import json
 import secrets
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -97,7 +98,8 @@ class Generate(Steps, BaseHandler):
         form = EVENTS if sends_events else TEXT if asked.stream else ""
         if is_tritons and sends_events:
             form = TEXT  # whose pieces the server makes events of
-        text = Continuation(self._decode, prompt, asked.stop)
+        decode = partial(self.tokenizer.decode, skip_special_tokens=True)
+        text = Continuation(lambda tokens: decode(list(tokens)), prompt, asked.stop)
         key = "text_output" if is_tritons else "text"
         self._joining.append(_Text(request, asked, prompt, limit, form, text, key))
 
@@ -179,10 +181,6 @@ class Generate(Steps, BaseHandler):
                 f"{places} places for both, so expected {places - prompt} at most"
             )
         return min(asked or self.max_new_tokens, places - prompt)
-
-    def _decode(self, tokens: Sequence[int]) -> str:
-        text: str = self.tokenizer.decode(list(tokens), skip_special_tokens=True)
-        return text
 
     def _find_end(self, stated: Any) -> frozenset[int]:
         if stated is None:

@@ -103,7 +103,8 @@ class TokenClassifier(TextHandler):
         for tokens in words:
             row = self._agreed(probabilities[tokens])
             at = int(row.argmax())
-            begins, kind = _tag(self.label(at))
+            label = self.label(at)
+            kind = label.removeprefix("B-" if (begins := label.startswith("B-")) else "I-")
             start, end = encoding.offsets[tokens[0]][0], encoding.offsets[tokens[-1]][1]
             last = found[-1] if found else None
             is_none = self.aggregation == "none"
@@ -111,7 +112,7 @@ class TokenClassifier(TextHandler):
                 last["scores"].append(float(row[at]))
                 last["end"] = end
             else:
-                name = self.label(at) if is_none else kind
+                name = label if is_none else kind
                 found.append(
                     {"entity": name, "scores": [float(row[at])], "start": start, "end": end}
                 )
@@ -331,11 +332,6 @@ class QuestionAnswering(TextHandler):
 
 _ENDS = ("start", "end")
 _WINDOW_FIELDS = tuple(Window.__dataclass_fields__)
-
-
-def _tag(label: str) -> tuple[bool, str]:
-    """Return whether a label begins an entity, and what kind of entity it is of."""
-    return label.startswith("B-"), label[2:] if label[:2] in ("B-", "I-") else label
 
 
 def _two(outputs: Output) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,7 @@ answer is what it returned; a status that it set does not count, as in TorchServ
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from inspect import isawaitable
 from typing import Any, NamedTuple
@@ -155,23 +156,17 @@ REFUSAL = {"code", "type", "message"}
 """What a worker writes of an error."""
 
 
+@dataclass(frozen=True)
 class InferenceApi:
-    """The service.
+    """The service."""
 
-    Args:
-        front: where requests begin.
-        is_healthy: what `Ping` says.
-        most_bytes: most bytes of the chunks that make one answer.
-        budget: counts those meanwhile.
-    """
-
-    def __init__(
-        self, front: Front, is_healthy: Callable[[], bool], most_bytes: int, budget: AnswerBudget
-    ) -> None:
-        self._front = front
-        self._is_healthy = is_healthy
-        self._most_bytes = most_bytes
-        self._budget = budget
+    front: Front
+    is_healthy: Callable[[], bool]
+    """What `Ping` says."""
+    most_bytes: int
+    """Most bytes of the chunks that make one answer."""
+    budget: AnswerBudget
+    """Counts those meanwhile."""
 
     def methods(self) -> dict[str, Method]:
         """Return the methods by full name."""
@@ -184,7 +179,7 @@ class InferenceApi:
 
     async def _ping(self, rpc: Rpc, data: bytes) -> bytes:
         parse("google.protobuf.Empty", data)
-        text = json.dumps({"status": "Healthy" if self._is_healthy() else "Unhealthy"}, indent=2)
+        text = json.dumps({"status": "Healthy" if self.is_healthy() else "Unhealthy"}, indent=2)
         answer = message(f"{INFERENCE}.TorchServeHealthResponse")(health=text)
         return bytes(answer.SerializeToString())
 
@@ -196,7 +191,7 @@ class InferenceApi:
         # LEGACY: none of the headers that HTTP's requests have is made.
         path = [request.model_name, request.model_version]
         target = Target(PREDICT, path, wire.PARTS | wire.LEGACY)
-        reply = await ask(self._front, rpc, target, wire.pack_parts(values))
+        reply = await ask(self.front, rpc, target, wire.pack_parts(values))
         if isinstance(reply.body, Stream) or reply.status < 400:
             return reply
         if (refusal := _read_refusal(reply.body)) is not None:
@@ -233,17 +228,17 @@ class InferenceApi:
             async for chunk in stream.read():
                 chunks.append(chunk)
                 size += len(chunk)
-                self._budget.add(len(chunk))
-                if size > self._most_bytes:
+                self.budget.add(len(chunk))
+                if size > self.most_bytes:
                     raise Failure(
                         StatusCode.RESOURCE_EXHAUSTED,
-                        f"the answer is a stream of more than {self._most_bytes} bytes "
+                        f"the answer is a stream of more than {self.most_bytes} bytes "
                         "(max_response_size); StreamPredictions takes it in parts",
                     )
             return b"".join(chunks)
         finally:
             stream.close()
-            self._budget.give_back(size)
+            self.budget.give_back(size)
 
 
 async def _refuse_sequences(rpc: Rpc) -> None:

@@ -573,10 +573,9 @@ class WorkerPipes:
     """
 
     def __init__(self, worker: str) -> None:
-        out = WorkerOutput(f"{worker}-stdout", logging.INFO)
-        err = WorkerOutput(f"{worker}-stderr", logging.WARNING)
-        self._outputs = [out, err]
-        self.stdout, self.stderr = out.pipe.writing, err.pipe.writing
+        levels = {"stdout": logging.INFO, "stderr": logging.WARNING}
+        self._outputs = [WorkerOutput(f"{worker}-{name}", level) for name, level in levels.items()]
+        self.stdout, self.stderr = (each.pipe.writing for each in self._outputs)
 
     def close(self) -> None:
         """Close the server's copies of the writing ends."""

@@ -5,6 +5,7 @@ import hashlib
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -61,17 +62,15 @@ class Renderer:
         )
         self._environment.filters.update(FILTERS)
         self._environment.globals["digests"] = self._digests
-        self._compiling: asyncio.Future[None] | None = None
+        self._compiling: asyncio.Future[Any] | None = None
 
     async def prepare(self) -> None:
         """Compile the templates, once, beside the loop: it takes as long as many requests."""
         if self._compiling is None:
-            self._compiling = asyncio.ensure_future(asyncio.to_thread(self._compile))
+            made = self._environment
+            compiling = asyncio.to_thread(lambda: [*map(made.get_template, made.list_templates())])
+            self._compiling = asyncio.ensure_future(compiling)
         await self._compiling
-
-    def _compile(self) -> None:
-        for name in self._environment.list_templates():
-            self._environment.get_template(name)
 
     def text(self, template: str, values: Mapping[str, object]) -> str:
         """Return what a template makes of values."""

@@ -309,7 +309,7 @@ class Rollouts:
         trial, record = rollout.trial, rollout.record
         if trial is None:
             return
-        why, verdict = trial.danger(), Outcome.FAIL
+        why, verdict = trial.watch.look(), Outcome.FAIL
         is_sure = why is not None
         if why is None:
             judgement = trial.judge()
@@ -425,7 +425,8 @@ class Rollouts:
             rollout.trial.enter(is_canary, record.share)
             self._arm()
             if is_canary:
-                split = Canary(live, candidate, record.salt, record.share, record.plan.header)
+                header = record.plan.header.encode()
+                split = Canary(live, candidate, record.salt, record.share, header)
                 self._registry.splits[record.model] = split
         elif rollout.trial is not None:
             rollout.found = rollout.trial.to_json()

@@ -91,7 +91,8 @@ class Trial:
         self._shadows: list[Shadow] = []
         self._look = look
         self._soon: asyncio.Handle | None = None
-        self._watch = Watch(live, candidate, self._live_p99_s)
+        self.watch = Watch(live, candidate, self._live_p99_s)
+        """Knows why the candidate must not go on, whatever is judged."""
         self._times = Beside()
         self._timers = partial(self._timed, False), partial(self._timed, True)
         self._is_canary = False
@@ -129,7 +130,7 @@ class Trial:
             if is_canary and timer not in model.pool.on_answer:
                 model.pool.on_answer = (*model.pool.on_answer, timer)
         self._is_canary = is_canary
-        self._watch.begin()
+        self.watch.begin()
         self._candidate.pool.heir = self._inherit if is_canary else None
 
     def stop(self) -> None:
@@ -200,10 +201,6 @@ class Trial:
     def explain(self) -> Judgement:
         """Return what there is to say now with bounds, and what is missing where it is not sure."""
         return self._judge.explain(self._tally)
-
-    def danger(self) -> str | None:
-        """Return why the candidate must not go on, whatever is judged; None where nothing is."""
-        return self._watch.look()
 
     def _look_soon(self) -> None:
         """Look once all that was found together is counted."""
@@ -305,7 +302,8 @@ def describe_findings(
         "own": tally.own.to_json(),
         "reasons": {"said": describe("reasons", rule, tally, bounds), "explanations": {}},
         "dropped": {},
-        "bounds": {name: _bound(bounds.get(name)) for name in BOUNDS},
+        "bounds": {name: bounds[name]._asdict() if name in bounds else dict.fromkeys(Bound._fields)
+                   for name in BOUNDS},
         "judgement": {"verdict": str(judgement.verdict), "reasons": list(judgement.reasons),
                       "confidence": rule.confidence},
         "latency": {name: {f"p{percent}": _quantile(side.times, percent) for percent in (50, 99)}
@@ -317,10 +315,6 @@ def describe_findings(
 
 
 BOUNDS = ("disagreement", "noise", "excess", "failures", "labels", "p50", "p99", "reasons")
-
-
-def _bound(bound: Bound | None) -> dict[str, float | None]:
-    return bound._asdict() if bound is not None else dict.fromkeys(Bound._fields)
 
 
 def _quantile(times: Histogram, percent: int) -> float | None:

@@ -28,7 +28,7 @@ IDS = [f"request-{number}" for number in range(4000)]
 
 def test_a_plan_is_read_as_it_is_written() -> None:
     plan = parse_plan("two.mar", "2.5%", "10m", "1, 10,50%,100", header="X-User")
-    assert plan == Plan("two.mar", 0.025, 600.0, (0.01, 0.1, 0.5), header="x-user")
+    assert plan == Plan("two.mar", 0.025, 600.0, (0.01, 0.1, 0.5), header=b"x-user")
     assert parse_plan("two.mar") == Plan("two.mar", 0.05, None, (0.01, 0.1, 0.5))
     assert parse_plan("two.mar", "0", canary="").steps == ()
     assert [parse_time("for", text) for text in ("90", "1.5s", "2h", "1d")] == [
@@ -55,12 +55,12 @@ def test_a_plan_that_makes_no_sense_is_refused(option: str, text: str) -> None:
 
 def test_a_request_is_on_the_same_side_always_and_sides_are_as_large_as_said() -> None:
     live, candidate = cast("Any", "live"), cast("Any", "candidate")
-    split = Canary(live, candidate, "salt", 0.1, "x-user")
+    split = Canary(live, candidate, "salt", 0.1, b"x-user")
     chosen = [split.choose(id, []) for id in IDS]
     assert chosen == [split.choose(id, []) for id in IDS]
     assert chosen.count(candidate) == pytest.approx(400, rel=0.15)
     first = {id for id, side in zip(IDS, chosen, strict=True) if side == candidate}
-    split = Canary(live, candidate, "salt", 0.5, "x-user")
+    split = Canary(live, candidate, "salt", 0.5, b"x-user")
     assert first <= {id for id in IDS if split.choose(id, []) == candidate}
     of_a_user = {split.choose(id, [(b"x-user", b"ann")]) for id in IDS}
     assert len(of_a_user) == 1
