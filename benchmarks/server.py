@@ -7,7 +7,7 @@ import os
 import signal
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -73,9 +73,14 @@ class Server:
     """
 
     def __init__(
-        self, subject: Subject, workers: int, state_dir: Path, device: str = "cpu"
+        self,
+        subject: Subject,
+        workers: int,
+        state_dir: Path,
+        device: str = "cpu",
+        options: Sequence[str | Path] = (),
     ) -> None:
-        self._device = device
+        self._device, self._options = device, options
         self._state_dir = state_dir
         self._model = subject.name
         self._store = subject.archive.parent
@@ -97,7 +102,7 @@ class Server:
                 "serve", "start", "--model-store", self._store, "--models", self._model,
                 "--workers", str(self._workers), "--state-dir", self._state_dir,
                 "--device", self._device, "--port", "0",
-                "--management-port", "0", "--metrics-port", "0",
+                "--management-port", "0", "--metrics-port", "0", *self._options,
             )  # fmt: skip
             self.pid = int(about["pid"])
             self.url = f"{about['inference']}/predictions/{self._model}"

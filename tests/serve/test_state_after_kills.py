@@ -161,7 +161,8 @@ def draw(
 @pytest.mark.parametrize(
     "changes",
     [
-        100,
+        40,
+        pytest.param(100, marks=pytest.mark.nightly),
         pytest.param(250, marks=pytest.mark.nightly),
         pytest.param(1000, marks=[pytest.mark.nightly, pytest.mark.timeout(900)]),
     ],

@@ -104,22 +104,26 @@ QUEUE = 7
 
 
 class History:
-    """Points of one version: the last five minutes by the second, the last hour by ten."""
+    """Points of one version: the last five minutes by the second, the last hour by ten.
+
+    It holds from the start what it will ever hold: a server's memory then grows by none of it.
+    """
 
     def __init__(self) -> None:
-        self._fine, self._coarse = array("d"), array("d")
+        self._fine, self._coarse = _nothing(WINDOW), _nothing(POINTS)
         self.wanted_at = -math.inf
         """Time of the last answer or look."""
 
     def add(self, reading: Reading) -> None:
         """Take the newest reading."""
-        _append(self._fine, point(reading), WINDOW)
+        _append(self._fine, point(reading))
 
     def add_coarse(self, reading: Reading) -> None:
         """Take one over the latest `RECENT` readings; of what waited, the most."""
         row = point(reading)
-        row[QUEUE] = max(self._fine[-RECENT * COLUMNS :][QUEUE::COLUMNS], default=row[QUEUE])
-        _append(self._coarse, row, POINTS)
+        waited = self._fine[-RECENT * COLUMNS :][QUEUE::COLUMNS]
+        row[QUEUE] = max((each for each in waited if not math.isnan(each)), default=row[QUEUE])
+        _append(self._coarse, row)
 
     def points(
         self, is_hour: bool = False, most: int = WINDOW + POINTS
@@ -141,14 +145,19 @@ class History:
         return self._fine.itemsize * (len(self._fine) + len(self._coarse))
 
 
-def _append(to: array[float], row: Sequence[float], most: int) -> None:
-    to.extend(row)
-    if len(to) > most * COLUMNS:
-        del to[:COLUMNS]
+def _nothing(points: int) -> array[float]:
+    return array("d", [math.nan]) * (points * COLUMNS)
+
+
+def _append(to: array[float], row: Sequence[float]) -> None:
+    to[:-COLUMNS] = to[COLUMNS:]
+    to[-COLUMNS:] = array("d", row)
 
 
 def _rows(of: array[float]) -> list[list[float]]:
-    return [of[at : at + COLUMNS].tolist() for at in range(0, len(of), COLUMNS)]
+    """Return the points that there are: those with a time."""
+    starts = range(0, len(of), COLUMNS)
+    return [of[at : at + COLUMNS].tolist() for at in starts if not math.isnan(of[at])]
 
 
 class Watch:

@@ -81,6 +81,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def report(folder: Path) -> BenchReport:
+    (folder / "traces").mkdir()
     subjects = choose_subjects(
         [folder / name for name in ("net.pt2", "net.onnx", "other.onnx", "damaged.onnx")],
         folder / "net.pt",
@@ -92,11 +93,6 @@ def report(folder: Path) -> BenchReport:
     return bench(
         Plan(subjects, signature, (1, 3), (1,), rounds=2, cell_s=0.02, profile=folder / "traces")
     )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def traces(folder: Path) -> None:
-    (folder / "traces").mkdir()
 
 
 def cells(report: BenchReport, subject: str) -> list[Cell]:

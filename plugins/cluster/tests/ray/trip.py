@@ -23,6 +23,8 @@ import httpx
 URL = "http://127.0.0.1:8000"
 TOKEN = "a-token-that-all-cells-know-by-its-hash"
 BIN = Path(sys.executable).parent
+PAUSE_S = 0.02
+"""Between two requests of a client: the question is whether one is lost, not how many there are."""
 
 
 def say(*words: object) -> None:
@@ -93,6 +95,7 @@ class Load:
                 say(time.time(), outcome, repr(error.__context__), repr(error.__cause__))
             self.outcomes[outcome] += 1
             self.slowest_s = max(self.slowest_s, time.monotonic() - start)
+            await asyncio.sleep(PAUSE_S)
 
     async def during(self, event: Any, clients: int = 4) -> None:
         async with httpx.AsyncClient() as client:
