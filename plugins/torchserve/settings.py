@@ -129,11 +129,13 @@ class TorchServeSettings(BaseModel):
         ]
 
     @property
-    def grpc_ages(self) -> Sequence[tuple[float, ...]]:
+    def grpc_ages(self) -> Sequence[tuple[float, float]]:
         """How long a connection to each of them may last, and its grace, in seconds."""
-        keys = "max_connection_age_ms", "max_connection_age_grace_ms"
-        ages = ([self._of_grpc(api, key) for key in keys] for api in GRPC_APIS)
-        return [tuple(inf if ms is None else ms / 1000 for ms in each) for each in ages]
+        return [(self._age_s(api, "age"), self._age_s(api, "age_grace")) for api in GRPC_APIS]
+
+    def _age_s(self, api: str, of: str) -> float:
+        ms: int | None = self._of_grpc(api, f"max_connection_{of}_ms")
+        return inf if ms is None else ms / 1000
 
     def _of_grpc(self, api: str, key: str) -> Any:
         return getattr(self, f"grpc_{api}_{key}")

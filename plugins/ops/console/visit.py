@@ -11,13 +11,12 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from email.message import Message
 from time import monotonic
 from typing import NamedTuple
 from urllib.parse import parse_qs, unquote
 
-from python_multipart import FormParser
-from python_multipart.multipart import Field, File, parse_options_header
-
+from modelyard.serve.dataplane.form import MAX_CONTENT_TYPE, read_parts
 from modelyard.serve.errors import BadRequest, Forbidden, TooManyAttempts, Unauthorized
 from modelyard.serve.http.connection import Answer, Headers
 from modelyard.serve.http.tokens import Grant, Grants, digest_of, find_grant
@@ -151,49 +150,39 @@ def read_form(body: bytes, kind: bytes) -> tuple[dict[str, str], dict[str, Uploa
     Raises:
         BadRequest: it is neither kind of form, or not a whole one.
     """
-    media, options = parse_options_header(kind)
+    media = kind.partition(b";")[0].strip().lower()
     if media == b"application/x-www-form-urlencoded":
         return read_query(body), {}
-    if media != b"multipart/form-data" or "boundary" not in {str(o, "latin-1") for o in options}:
+    if media != b"multipart/form-data":
         shown = ascii(kind[:80].decode("latin-1"))
         raise BadRequest(f"Content-Type is {shown}; expected a form of a page of the console")
+    try:
+        parts = read_parts(kind.decode("latin-1"), body)
+    except ValueError as error:
+        raise BadRequest(f"the form is malformed: {error}") from error
+    if len(parts) > MOST_FIELDS:
+        raise BadRequest(f"more than {MOST_FIELDS} fields")
     fields: dict[str, str] = {}
     files: dict[str, Upload] = {}
-    ended = False
-
-    def take(found: Field | File) -> None:
-        if len(fields) + len(files) >= MOST_FIELDS:
-            raise BadRequest(f"more than {MOST_FIELDS} fields")
-        name = (found.field_name or b"").decode("utf-8", "replace")
-        if isinstance(found, Field):
-            fields[name] = (found.value or b"").decode("utf-8", "replace")
-            return
-        found.file_object.seek(0)
-        shown = (found.file_name or b"").decode("utf-8", "replace")
-        files[name] = Upload(shown, found.file_object.read())
-
-    def end() -> None:
-        nonlocal ended
-        ended = True
-
-    try:
-        parser = FormParser(
-            "multipart/form-data",
-            take,
-            take,
-            end,
-            boundary=options[b"boundary"],
-            config={"MAX_MEMORY_FILE_SIZE": len(body) + 1, "UPLOAD_DIR": None},
-        )
-        parser.write(body)
-        parser.finalize()
-    except BadRequest:
-        raise
-    except Exception as error:
-        raise BadRequest(f"the form is malformed: {error}") from error
-    if not ended:
-        raise BadRequest("the form is not whole: its last line is missing")
+    for head, content in parts:
+        said = _parameters(head)
+        if (file := said.get("filename")) is None:
+            fields[said.get("name", "")] = content.decode("utf-8", "replace")
+        else:
+            files[said.get("name", "")] = Upload(file, bytes(content))
     return fields, files
+
+
+def _parameters(head: Message) -> dict[str, str]:
+    """Return what a part says of itself; browsers write it in UTF-8."""
+    if len(head.get("content-disposition", "")) > MAX_CONTENT_TYPE:
+        raise BadRequest(f"the form names a field in more than {MAX_CONTENT_TYPE} characters")
+    found = head.get_params([], "content-disposition")
+    return {
+        name: value.encode("latin-1").decode("utf-8", "replace")
+        for name, value in found
+        if isinstance(value, str)
+    }
 
 
 # -- who is signed in ------------------------------------------------------------------------------

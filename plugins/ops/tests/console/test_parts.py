@@ -171,7 +171,11 @@ def test_a_form_with_files_is_read() -> None:
         for each in range(100)
     )
     with pytest.raises(BadRequest, match="more than 100 fields"):
-        read_form(many, b"multipart/form-data; boundary=b")
+        read_form(many[:-2] + b"--\r\n", b"multipart/form-data; boundary=b")
+    with pytest.raises(BadRequest, match="more than 1000 characters"):
+        read_form(body.replace(b"<i>", b";" * 1000), b"multipart/form-data; boundary=b")
+    named = read_form(body.replace(b"<i>", "π".encode()), b"Multipart/form-data; boundary=b")[1]
+    assert named["input"].name == "π.png"
 
 
 @pytest.mark.parametrize(
