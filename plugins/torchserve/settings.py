@@ -124,14 +124,14 @@ class TorchServeSettings(BaseModel):
     def grpc_addresses(self) -> Sequence[Address]:
         """Where the inference and the management API listen for gRPC alone."""
         named = ((self._of_grpc(api, "address"), self._of_grpc(api, "port")) for api in GRPC_APIS)
-        return [
+        return tuple(
             Address(host.strip("[]"), port, is_tls=self.enable_grpc_ssl) for host, port in named
-        ]
+        )
 
     @property
     def grpc_ages(self) -> Sequence[tuple[float, float]]:
         """How long a connection to each of them may last, and its grace, in seconds."""
-        return [(self._age_s(api, "age"), self._age_s(api, "age_grace")) for api in GRPC_APIS]
+        return tuple((self._age_s(api, "age"), self._age_s(api, "age_grace")) for api in GRPC_APIS)
 
     def _age_s(self, api: str, of: str) -> float:
         ms: int | None = self._of_grpc(api, f"max_connection_{of}_ms")
