@@ -1,5 +1,7 @@
 """Write a folder that builds a container image with archives inside."""
 
+from __future__ import annotations
+
 import shutil
 import tempfile
 from collections.abc import Sequence

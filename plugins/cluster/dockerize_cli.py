@@ -1,5 +1,7 @@
 """The command `modelyard dockerize`."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Annotated
 

@@ -5,6 +5,8 @@ ends it when that hangs and beats in the pipe. What it is told comes as JSON on 
 events go as JSON lines to standard output; the log goes to standard error, or to its file.
 """
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import json

@@ -1,5 +1,7 @@
 """Compare what two archives answer to the same requests, on this machine."""
 
+from __future__ import annotations
+
 import hashlib
 import json
 import math

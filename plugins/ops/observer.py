@@ -1,5 +1,7 @@
 """What this plug-in is to a server: its drift of reasons, its roll-outs, its console."""
 
+from __future__ import annotations
+
 from modelyard.plugins.ops.console.app import Console, is_console
 from modelyard.plugins.ops.console.events import Alerts, Events
 from modelyard.plugins.ops.console.log import LogPages, attach

@@ -12,6 +12,8 @@ exchangeability on-line", ICML 2012; when to raise an alarm: Shin, Ramdas and Ri
 `rollout.evidence.Drift`.
 """
 
+from __future__ import annotations
+
 import asyncio
 import logging
 import random

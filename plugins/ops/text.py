@@ -1,5 +1,7 @@
 """What commands print of much that they know: a template, the text file beside the command."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Any
 

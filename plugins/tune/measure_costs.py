@@ -1,5 +1,7 @@
 """Measure what a request costs: a worker's time by batch size, the server's own, memory."""
 
+from __future__ import annotations
+
 import asyncio
 import time
 from collections.abc import Callable

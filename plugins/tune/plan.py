@@ -10,6 +10,8 @@ M/D/1, that a request passes twice. Threads that are more than the cores slow ea
 many run at a time, on average.
 """
 
+from __future__ import annotations
+
 import math
 from bisect import bisect_left
 from collections.abc import Sequence

@@ -7,6 +7,8 @@ short parts, in alternating order, so that what disturbs the machine for a while
 Servers are started afresh for each turn.
 """
 
+from __future__ import annotations
+
 import math
 import re
 import subprocess

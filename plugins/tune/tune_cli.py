@@ -1,5 +1,7 @@
 """The command `modelyard tune`."""
 
+from __future__ import annotations
+
 import json
 import mimetypes
 import tempfile

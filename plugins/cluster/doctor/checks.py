@@ -1,5 +1,7 @@
 """What is installed, what works here, and what to do about what does not."""
 
+from __future__ import annotations
+
 import contextlib
 import errno
 import importlib.metadata

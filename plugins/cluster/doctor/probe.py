@@ -6,6 +6,8 @@ A library that is broken may end the process that imports it. One JSON line come
 and one after, so whoever reads them knows the culprit. `cuda` is tried like a library.
 """
 
+from __future__ import annotations
+
 import importlib
 import json
 import sys

@@ -5,6 +5,8 @@ Facts of KServe 0.21: the container is called on one port (`PORT`, else 8080), m
 underscores.
 """
 
+from __future__ import annotations
+
 import os
 from pathlib import Path
 from typing import Annotated, Any

@@ -10,6 +10,8 @@ found counts:
     one folder, and nothing else               what that folder holds
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from pathlib import Path
 

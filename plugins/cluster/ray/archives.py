@@ -1,5 +1,7 @@
 """Archives of cells: of a folder that every node reaches, or fetched; named by their digest."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,5 +1,7 @@
 """What a user says of the cells, and what every cell is given of it."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -4,6 +4,8 @@ Ray notices a replica that hangs as well, but then gives it time for what it hol
 for draining. Killed, it is any cell that dies: what it held is sent to another one at once.
 """
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import logging

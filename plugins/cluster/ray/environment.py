@@ -1,5 +1,7 @@
 """Variables of Ray's processes; `deploy/ray/cells.env` has the same, and what each is for."""
 
+from __future__ import annotations
+
 import contextlib
 from pathlib import Path
 

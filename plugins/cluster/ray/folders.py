@@ -1,5 +1,7 @@
 """A folder for each cell of a machine, and none for those that are gone."""
 
+from __future__ import annotations
+
 import contextlib
 import fcntl
 import os

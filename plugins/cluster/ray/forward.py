@@ -4,6 +4,8 @@ Nothing is collected and no body is looked at; what changes is the head, by the 
 one connection only (RFC 9110, 7.6.1).
 """
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import json

@@ -1,5 +1,7 @@
 """How many cells: a policy for Ray's autoscaler, which runs it in its controller."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -1,5 +1,7 @@
 """What a cell's server measures, read again and again: how busy it is, and all else for Ray."""
 
+from __future__ import annotations
+
 import asyncio
 import logging
 import time

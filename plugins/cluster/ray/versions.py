@@ -1,5 +1,7 @@
 """One version of Modelyard for all cells of a set."""
 
+from __future__ import annotations
+
 import os
 import subprocess
 import sys

@@ -6,6 +6,8 @@ server that is being started again. Where a server refuses, those that have done
 back by their own management API; one that cannot be is ended, and starts with what was before.
 """
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import logging

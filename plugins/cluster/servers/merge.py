@@ -1,5 +1,7 @@
 """Answers of several servers as one: descriptions of models, statuses, metrics."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any

@@ -1,5 +1,7 @@
 """The parent of several servers: starts and stops them, and serves management and metrics."""
 
+from __future__ import annotations
+
 import asyncio
 import json
 import logging

@@ -1,5 +1,7 @@
 """One of several servers, as their parent has it: its process, and requests to it."""
 
+from __future__ import annotations
+
 import contextlib
 import logging
 from collections.abc import Mapping

@@ -1,5 +1,7 @@
 """The way of every request for a page: its session, its origin, its right, then its body."""
 
+from __future__ import annotations
+
 import asyncio
 import hmac
 import logging

@@ -4,6 +4,8 @@ Nothing on the way of a request tells of it: what is counted is looked at once a
 been read.
 """
 
+from __future__ import annotations
+
 import asyncio
 import hashlib
 import hmac

@@ -3,6 +3,8 @@
 A model's document (`api/schemas.py`) says the same to programs, from the same schemas.
 """
 
+from __future__ import annotations
+
 import base64
 import json
 import math

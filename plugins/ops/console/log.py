@@ -1,5 +1,7 @@
 """The page of the server's log: its last lines, for whoever looks at them."""
 
+from __future__ import annotations
+
 import asyncio
 import itertools
 import logging

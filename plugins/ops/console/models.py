@@ -1,5 +1,7 @@
 """Pages of what is served: all models, one version as it works, and what may be changed of it."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,5 +1,7 @@
 """Pages from templates, whose every value is escaped; their headers; how numbers are written."""
 
+from __future__ import annotations
+
 import asyncio
 import hashlib
 import time

@@ -1,5 +1,7 @@
 """The page of a model's roll-out: what was compared, what is judged of it, and the buttons."""
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,5 +1,7 @@
 """Pages of one version: what its archive proves, and what it answers to an input."""
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache, partial

@@ -15,6 +15,8 @@ E. Carlstein, "The use of subseries values for estimating the variance of a gene
 stationary sequence", Ann. Statist. 14 (1986).
 """
 
+from __future__ import annotations
+
 import math
 from collections import Counter
 from dataclasses import dataclass, field

@@ -4,6 +4,8 @@ Each verb may be repeated: what is so already stays so. What takes an answer awa
 is one step of the loop, whatever else is going on.
 """
 
+from __future__ import annotations
+
 import asyncio
 import logging
 import math

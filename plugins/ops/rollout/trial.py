@@ -1,5 +1,7 @@
 """What is found of a candidate, and what is judged of it: by copies, and by what it answers."""
 
+from __future__ import annotations
+
 import asyncio
 from base64 import b64encode
 from collections import Counter
