@@ -14,30 +14,20 @@ if TYPE_CHECKING:
     from modelyard.archiver.write import write_archive
 else:
     _LAZY = {
-        "Verification": "api",
-        "archive": "api",
-        "verify": "api",
-        "Archive": "read",
-        "ArchiveError": "errors",
-        "Manifest": "manifest",
-        "open_archive": "read",
-        "write_archive": "write",
+        "api": ("Verification", "archive", "verify"),
+        "errors": ("ArchiveError",),
+        "manifest": ("Manifest",),
+        "read": ("Archive", "open_archive"),
+        "write": ("write_archive",),
     }
 
     def __getattr__(name: str) -> object:
         """Import what is used only: a command's help needs none of it."""
-        if name in _LAZY:
-            return getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)
+        for module, names in _LAZY.items():
+            if name in names:
+                return getattr(import_module(f"{__name__}.{module}"), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-__all__ = [
-    "Archive",
-    "ArchiveError",
-    "Manifest",
-    "Verification",
-    "archive",
-    "open_archive",
-    "verify",
-    "write_archive",
-]
+__all__ = ["Archive", "ArchiveError", "Manifest", "Verification", "archive", "open_archive"]
+__all__ += ["verify", "write_archive"]

@@ -203,7 +203,7 @@ def keygen(
     as_json: JsonOutput = False,
 ) -> None:
     """Make a key pair (ECDSA, P-256) to sign archives with."""
-    from modelyard.archiver.signing import generate_keys
+    from modelyard.archiver.keys import generate_keys
 
     private, public = generate_keys()
     with exit_codes():

@@ -8,42 +8,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from modelyard.archiver.alternatives import difference
+from modelyard.archiver import explanations
 from modelyard.archiver.choose import AUTO, LABELS, Choice, choose
 from modelyard.archiver.entry_point import EntryPoint, parse_handler
 from modelyard.archiver.errors import CannotArchive, WrongUsage
 from modelyard.archiver.example import TOLERANCE, content_type, parse_example
-from modelyard.archiver.explanations import (
-    MOST,
-    ROWS_BYTES,
-    ROWS_FOLDER,
-    Asked,
-    parse_explanations,
-    spread,
-)
+from modelyard.archiver.explanations import Asked
 from modelyard.archiver.handler_files import FEATURES_FILE, LABELS_FILE
 from modelyard.archiver.labels import doubled_labels
 from modelyard.archiver.manifest import ARCHIVER_VERSION, Explain, Golden, Manifest, Seal
 from modelyard.archiver.model_config import keys_without_effect, parse_model_config, unknown_keys
 from modelyard.archiver.reference import read_requests
-from modelyard.archiver.report import Report, read_report
+from modelyard.archiver.report import Report, difference, read_report
 from modelyard.archiver.requirements import Resolved, resolve
 from modelyard.archiver.source_checks import source_warnings
+from modelyard.archiver.untrusted import names
 from modelyard.archiver.untrusted.container import MAX_ENTRIES
 from modelyard.archiver.untrusted.json import format_json
-from modelyard.archiver.untrusted.names import (
-    EXPLANATIONS_NAME,
-    LOCK_NAME,
-    MANIFEST_NAME,
-    REFERENCE_NAME,
-    SBOM_NAME,
-    WHEELS_FOLDER,
-    check_name,
-    check_version,
-    collisions,
-    file_name_problem,
-    quoted,
-)
 
 # Formats that give gradients: they explain themselves and others.
 DIFFERENTIABLE_FORMATS = ("pt2", "torchscript")
@@ -139,8 +120,10 @@ class Plan:
             identities: identities of the same files, from before they were read.
         """
         looked_at: set[str] = set()
-        if certificate := answers.get(EXPLANATIONS_NAME):
-            looked_at = {each.file for each in parse_explanations(certificate).requests}
+        if certificate := answers.get(names.EXPLANATIONS_NAME):
+            looked_at = {
+                each.file for each in explanations.parse_explanations(certificate).requests
+            }
         parts = [
             replace(
                 part,
@@ -150,9 +133,12 @@ class Plan:
             )
             for part in self.parts
             if part.name not in answers
-            and (part.name in looked_at or not part.name.startswith(ROWS_FOLDER))
+            and (part.name in looked_at or not part.name.startswith(explanations.ROWS_FOLDER))
         ]
-        roles = {REFERENCE_NAME: "reference", EXPLANATIONS_NAME: "certificate of explanations"}
+        roles = {
+            names.REFERENCE_NAME: "reference",
+            names.EXPLANATIONS_NAME: "certificate of explanations",
+        }
         parts += [
             Part(name, data, roles.get(name, "golden answer")) for name, data in answers.items()
         ]
@@ -205,8 +191,8 @@ def plan_archive(request: ArchiveRequest) -> Plan:
         BadName: the name or version breaks the rule.
         CannotArchive: something is missing or does not fit; holds all problems.
     """
-    check_name(request.name)
-    check_version(request.version)
+    names.check_name(request.name)
+    names.check_version(request.version)
     collector = _Collector()
     report = explain = choice = None
     artifact, handler = request.artifact, request.handler
@@ -226,16 +212,16 @@ def plan_archive(request: ArchiveRequest) -> Plan:
     for file in request.extra_files:
         collector.add_file(file, "extra file")
     collector.add_config(request.config_file)
-    collector.add_labels(report)
-    if known == "tabular":
-        collector.add_table(report)
+    collector.add_stated(report, known == "tabular")
     collector.check_labels(is_own=entry_point is None or entry_point.file is not None)
     golden = collector.add_examples(request.examples)
-    collector.set_reference(request.reference)
+    if request.reference is not None and not request.reference.exists():
+        what = f"reference {request.reference}"
+        collector.problems.append(f"{what}: there is no such file or folder")
     explained = collector.add_explained(golden, request)
     resolved = collector.add_requirements(request.requirements_file, request.wheels_dir)
     created = collector.attempt(created_on)
-    parts = collector.checked_parts()
+    parts = collector.checked_parts(has_reference=request.reference is not None)
     if collector.problems or entry_point is None:
         raise CannotArchive(f"cannot archive {request.name}", collector.problems)
     manifest = Manifest(
@@ -256,8 +242,8 @@ def plan_archive(request: ArchiveRequest) -> Plan:
             requirements=tuple(map(str, resolved.pins)),
         ),
     )
-    names = [part.name for part in parts]
-    sources = source_warnings(names, _python_sources(parts), resolved.pins)
+    every = [part.name for part in parts]
+    sources = source_warnings(every, _python_sources(parts), resolved.pins)
     warnings = (*collector.warnings, *sources)
     unanswered = tuple(collector.unanswered)
     return Plan(
@@ -303,7 +289,6 @@ class _Collector:
         self.problems: list[str] = []
         self.warnings: list[str] = []
         self.unanswered: list[Golden] = []
-        self.reference: Path | None = None
 
     def attempt(self, step: Callable[[], _T]) -> _T | None:
         """Run a step and keep its problems instead of stopping at them, but for wrong usage."""
@@ -401,16 +386,14 @@ class _Collector:
             self.problems += unknown_keys(config, str(file))
             self.warnings += keys_without_effect(config, str(file))
 
-    def add_labels(self, report: Report | None) -> None:
-        """Pack the names that the checkpoint has for its classes, where no file has others."""
-        if report and report.labels and not {p.name for p in self.parts} & set(LABELS):
+    def add_stated(self, report: Report | None, is_table: bool) -> None:
+        """Pack what the checkpoint calls its classes and columns, where no file has others."""
+        have = {part.name for part in self.parts}
+        if report and report.labels and not have & set(LABELS):
             self.parts.append(Part(LABELS_FILE, format_json(report.labels), "labels of the report"))
-
-    def add_table(self, report: Report | None) -> None:
-        """Pack the names of the columns that the model takes, where no file has others."""
-        if report and report.table and FEATURES_FILE not in {part.name for part in self.parts}:
-            said = "columns of the report"
-            self.parts.append(Part(FEATURES_FILE, format_json(report.table), said))
+        if is_table and report and report.table and FEATURES_FILE not in have:
+            table = format_json(report.table)
+            self.parts.append(Part(FEATURES_FILE, table, "columns of the report"))
 
     def check_labels(self, is_own: bool) -> None:
         """Check the labels that somebody wrote; an author's handler may read them otherwise.
@@ -420,9 +403,8 @@ class _Collector:
         """
         for part in self.parts:
             if part.name == LABELS_FILE and isinstance(part.source, Path):
-                data, problem = part.source.read_bytes(), None
                 try:
-                    problem = doubled_labels(data)
+                    problem = doubled_labels(part.source.read_bytes())
                 except ValueError as error:
                     problem = str(error)
                 if problem:
@@ -444,20 +426,14 @@ class _Collector:
                 self.parts.append(Part(expected, example.expected, "golden answer"))
         return tuple(golden)
 
-    def set_reference(self, reference: Path | None) -> None:
-        """Note the requests whose reasons the dry run averages; they are not packed."""
-        if reference is not None and not reference.exists():
-            self.problems.append(f"reference {reference}: there is no such file or folder")
-        self.reference = reference
-
     def add_explained(self, golden: Sequence[Golden], request: ArchiveRequest) -> tuple[Asked, ...]:
         """Return the requests whose explanations are measured; rows of the reference are packed."""
         if request.certificate is False:
             return ()
-        found = [Asked(each.request, each.content_type) for each in golden[:MOST]]
+        found = [Asked(each.request, each.content_type) for each in golden[: explanations.MOST]]
         if request.certificate and request.reference and request.reference.exists():
-            rows, left = _rows(request.reference), ROWS_BYTES
-            for at in spread(len(rows), MOST - len(found)):
+            rows, left = _rows(request.reference), explanations.ROWS_BYTES
+            for at in explanations.spread(len(rows), explanations.MOST - len(found)):
                 name, body = rows[at]
                 is_file = isinstance(body, bytearray)
                 data = bytes(body) if is_file else format_json(body)
@@ -465,7 +441,7 @@ class _Collector:
                 if left < 0:
                     break
                 kind = content_type(name if is_file else "row.json")
-                found.append(Asked(f"{ROWS_FOLDER}/{len(found)}.request", kind))
+                found.append(Asked(f"{explanations.ROWS_FOLDER}/{len(found)}.request", kind))
                 self.parts.append(Part(found[-1].file, data, "explained request"))
         return tuple(found)
 
@@ -480,20 +456,23 @@ class _Collector:
         if file.is_file():
             self.add_file(file, "requirements")
         if resolved.pins:
-            self.parts.append(Part(LOCK_NAME, resolved.lock, "pinned requirements"))
+            self.parts.append(Part(names.LOCK_NAME, resolved.lock, "pinned requirements"))
         for wheel, pin in zip(resolved.wheels, resolved.pins, strict=False):
-            name = f"{WHEELS_FOLDER}/{wheel.name}"
+            name = f"{names.WHEELS_FOLDER}/{wheel.name}"
             self.parts.append(Part(name, wheel, "wheel", pin.sha256, "pip chose"))
         return resolved
 
-    def checked_parts(self) -> tuple[Part, ...]:
+    def checked_parts(self, has_reference: bool) -> tuple[Part, ...]:
         """Return the parts by name; note names that the reader would refuse."""
         for part in self.parts:
-            if problem := file_name_problem(part.name):
-                self.problems.append(f"{part.role} {quoted(part.name)}: {problem}")
-        later = [golden.expected for golden in self.unanswered] + [SBOM_NAME, MANIFEST_NAME]
-        later += [EXPLANATIONS_NAME, *([REFERENCE_NAME] if self.reference else [])]
-        for problem in collisions([*(part.name for part in self.parts), *later]):
+            if problem := names.file_name_problem(part.name):
+                self.problems.append(f"{part.role} {names.quoted(part.name)}: {problem}")
+        later = [golden.expected for golden in self.unanswered] + [
+            names.SBOM_NAME,
+            names.MANIFEST_NAME,
+        ]
+        later += [names.EXPLANATIONS_NAME, *([names.REFERENCE_NAME] if has_reference else [])]
+        for problem in names.collisions([*(part.name for part in self.parts), *later]):
             self.problems.append(f"{problem}: all files lie in one folder; rename one")
         most = MAX_ENTRIES - len(later) - 1  # and a signature
         if len(self.parts) > most:
@@ -511,12 +490,10 @@ class _Collector:
             self.problems.append(f"twin {twin} has no report; write it with `modelyard export`")
         if found is None:
             return None
-        formats = " or ".join(DIFFERENTIABLE_FORMATS)
-        problem = (
-            difference(report, found)
-            if found.format in DIFFERENTIABLE_FORMATS
-            else f"{found.format} gives no gradients; expected {formats}"
-        )
+        problem = difference(report, found)
+        if found.format not in DIFFERENTIABLE_FORMATS:
+            formats = " or ".join(DIFFERENTIABLE_FORMATS)
+            problem = f"{found.format} gives no gradients; expected {formats}"
         if problem:
             self.problems.append(f"{twin.name} cannot explain {artifact.name}: {problem}")
         return Explain(twin.name, found.path.name)
@@ -551,5 +528,5 @@ def created_on() -> str:
         return time.strftime("%d/%m/%Y %H:%M:%S", time.gmtime(int(text)))
     except (ValueError, OverflowError, OSError) as error:
         raise CannotArchive(
-            f"SOURCE_DATE_EPOCH is {quoted(text)}; expected seconds since 1970"
+            f"SOURCE_DATE_EPOCH is {names.quoted(text)}; expected seconds since 1970"
         ) from error

@@ -147,15 +147,12 @@ def parse_explanations(data: bytes) -> Explanations:
 def from_json(value: Any) -> Explanations:
     """Return what `to_json` wrote; errors as `parse_explanations`."""
     fields = Fields(value)
-    reasons = fields.object("not_measured")
+    asked = [(each.text("file"), each.text("content_type")) for each in fields.objects("requests")]
     found = Explanations(
         fields.text("method"),
         tuple(map(_finding, fields.objects("measured"))),
-        {name: reasons.text(name) for name in reasons.values},
-        tuple(
-            Asked(each.text("file"), each.text("content_type"))
-            for each in fields.objects("requests")
-        ),
+        fields.mapping("not_measured", Fields.text),
+        tuple(Asked(*each) for each in asked),
     )
     if not fields.problems and not FEWEST <= len(found.requests) <= MOST:
         fields.problems.append(f"{len(found.requests)} requests; expected {FEWEST} to {MOST}")

@@ -7,14 +7,8 @@ from typing import Any
 
 from modelyard.archiver.errors import BadManifest, BadName
 from modelyard.archiver.signature import Signature, read_signature
+from modelyard.archiver.untrusted import names
 from modelyard.archiver.untrusted.json import Fields, format_json, parse_json
-from modelyard.archiver.untrusted.names import (
-    MANIFEST_NAME,
-    check_name,
-    check_version,
-    file_name_problem,
-    quoted,
-)
 
 SCHEMA = 1
 MAX_MANIFEST_BYTES = 1024 * 1024
@@ -103,11 +97,11 @@ def parse_manifest(data: bytes) -> Manifest:
     try:
         document = parse_json(data, MAX_MANIFEST_BYTES)
     except ValueError as error:
-        raise BadManifest(f"{MANIFEST_NAME} cannot be read", [str(error)]) from error
+        raise BadManifest(f"{names.MANIFEST_NAME} cannot be read", [str(error)]) from error
     fields = Fields(document)
     manifest = _manifest(fields)
     if fields.problems:
-        raise BadManifest(f"{MANIFEST_NAME} is wrong", fields.problems)
+        raise BadManifest(f"{names.MANIFEST_NAME} is wrong", fields.problems)
     return manifest
 
 
@@ -131,7 +125,7 @@ def _manifest(fields: Fields) -> Manifest:
     if runtime and runtime not in RUNTIMES:
         fields.wrong("runtime", f"one of {', '.join(RUNTIMES)}", runtime)
     return Manifest(
-        model_name=_checked(model, "modelName", check_name),
+        model_name=_checked(model, "modelName", names.check_name),
         model_version=_version(model),
         # `name`, `file.py` or `file.py:Class`
         handler=_file(model, "handler", lambda value: value.partition(":")[0]),
@@ -157,14 +151,14 @@ def _version(fields: Fields) -> str:
     """Read the version: absent means 1.0, empty is refused."""
     if fields.values.get("modelVersion") == "":
         return fields.text("modelVersion")
-    return _checked(fields, "modelVersion", check_version) or "1.0"
+    return _checked(fields, "modelVersion", names.check_version) or "1.0"
 
 
 def _file(fields: Fields, key: str, name_of: Callable[[str], str] = str) -> str | None:
     """Read what names a file, which must stay inside the archive."""
     value = fields.text_or_none(key)
-    if value and (problem := file_name_problem(name_of(value))):
-        fields.problems.append(f"{fields.at(key)}: {quoted(value)}: {problem}")
+    if value and (problem := names.file_name_problem(name_of(value))):
+        fields.problems.append(f"{fields.at(key)}: {names.quoted(value)}: {problem}")
     return value
 
 
@@ -176,12 +170,13 @@ def _seal(fields: Fields) -> Seal:
             "update modelyard or write the archive again"
         )
         return Seal(digests={})
-    listed = fields.object("digests")
     seal = Seal(
-        digests={name: listed.sha256(name) for name in listed.values},
+        digests=fields.mapping("digests", Fields.sha256),
         report=_file(fields, "report"),
         signature=_optional(fields, "signature", read_signature),
-        explain=_optional(fields, "explain", _explain),
+        explain=_optional(
+            fields, "explain", lambda each: Explain(each.text("artifact"), each.text("report"))
+        ),
         golden=tuple(_golden(item) for item in fields.objects("golden")),
         requirements=_requirements(fields),
     )
@@ -199,7 +194,7 @@ def _check_references(fields: Fields, seal: Seal) -> None:
         named += [(f"golden[{i}].request", golden.request)]
         named += [(f"golden[{i}].expected", golden.expected)]
     fields.problems.extend(
-        f"{fields.path}.{field}: {quoted(name)} has no digest in {fields.at('digests')}"
+        f"{fields.path}.{field}: {names.quoted(name)} has no digest in {fields.at('digests')}"
         for field, name in named
         if name and name not in seal.digests
     )
@@ -209,17 +204,12 @@ def _optional(fields: Fields, key: str, read: Callable[[Fields], Any]) -> Any:
     return None if fields.values.get(key) is None else read(fields.object(key))
 
 
-def _explain(fields: Fields) -> Explain:
-    return Explain(fields.text("artifact"), fields.text("report"))
-
-
 def _golden(fields: Fields) -> Golden:
-    tolerance = fields.number("tolerance")
-    if tolerance < 0:
-        fields.wrong("tolerance", "a number of at least 0", tolerance)
-    return Golden(
-        fields.text("request"), fields.text("content_type"), fields.text("expected"), tolerance
-    )
+    request, kind, expected = map(fields.text, ("request", "content_type", "expected"))
+    golden = Golden(request, kind, expected, fields.number("tolerance"))
+    if golden.tolerance < 0:
+        fields.wrong("tolerance", "a number of at least 0", golden.tolerance)
+    return golden
 
 
 def _requirements(fields: Fields) -> tuple[str, ...]:

@@ -1,7 +1,5 @@
 """Keys of `model-config.yaml`: which of them mean something, and where."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -50,15 +48,10 @@ def unknown_keys(config: Mapping[str, Any], file: str) -> list[str]:
 
     What stands below `handler` is for the handler to judge, when it is loaded.
     """
-    return [
-        f"{file}: {key} is not a key that the server reads"
-        + (
-            did_you_mean(str(key), _KNOWN)
-            or "; leave it out, or put what the handler reads below `handler`"
-        )
-        for key in config
-        if key not in _KNOWN and key not in OPERATORS_KEYS
-    ]
+    advice = "; leave it out, or put what the handler reads below `handler`"
+    unknown = [str(key) for key in config if key not in _KNOWN and key not in OPERATORS_KEYS]
+    read = "is not a key that the server reads"
+    return [f"{file}: {key} {read}{did_you_mean(key, _KNOWN) or advice}" for key in unknown]
 
 
 def keys_without_effect(config: Mapping[str, Any], file: str) -> list[str]:

@@ -10,7 +10,8 @@ all |attributions| of an explanation. `MAR-INF/reference.json` holds
 the means over the rows that were explained when the archive was written, for each class that was
 predicted the same with how often its shares were how large, and what chance alone moves. Live
 predictions are explained for the same parts, and compared with these. Archives of before have
-neither classes nor floors.
+neither classes nor floors. `ranges` holds where the numbers of the rows lay, by which a change of a
+row is bounded: {"age": {"low": 18, "high": 94, "is_whole": true}, …}.
 """
 
 import math
@@ -21,7 +22,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from modelyard.archiver.ranges import Range, read_ranges
 from modelyard.archiver.untrusted.json import Fields, format_json, parse_json
 from modelyard.archiver.untrusted.names import quoted
 
@@ -45,6 +45,36 @@ _SURE = 0.95
 _COUNTS = re.compile(r"[0-9]{1,9}( [0-9]{1,9})*")
 _ROUNDING = 1e-3
 """How far from 1 the means may add up to."""
+
+
+MOST_RANGES = 256
+"""Numbers of a row whose ranges are kept."""
+
+
+class Range(NamedTuple):
+    """What the rows held of one number."""
+
+    low: float
+    high: float
+    is_whole: bool
+    """Whether all were whole numbers."""
+
+
+def ranges_of(numbers: Sequence[Mapping[str, float]]) -> dict[str, Range]:
+    """Return the range of each number; rows have all the same names."""
+    names = [name for name in (numbers or [{}])[0] if len(name) <= MAX_NAME]
+    columns = {name: [float(row[name]) for row in numbers] for name in names[:MOST_RANGES]}
+    return {
+        name: Range(min(column), max(column), all(map(float.is_integer, column)))
+        for name, column in columns.items()
+    }
+
+
+def _read_range(fields: Fields) -> Range:
+    found = Range(fields.number("low"), fields.number("high"), fields.boolean("is_whole"))
+    if found.low > found.high:
+        fields.wrong("low", "at most `high`", found.low)
+    return found
 
 
 class Reasons(NamedTuple):
@@ -226,13 +256,12 @@ def parse_reference(data: bytes) -> Reference:
     """
     fields = Fields(parse_json(data, MAX_BYTES))
     problems = fields.problems
-    rows, entries = fields.integer("rows"), fields.object("shares")
-    shares = {name: entries.number(name) for name in entries.values}
-    ranges = read_ranges(fields)
-    floor, classes = None, Fields({})
-    if "classes" in fields.values:
-        floor, classes = fields.number("floor"), fields.object("classes")
-    groups = {label: _read_group(classes.object(label), len(shares)) for label in classes.values}
+    rows, shares = fields.integer("rows"), fields.mapping("shares", Fields.number)
+    ranges = fields.mapping("ranges", lambda at, name: _read_range(at.object(name)), may_lack=True)
+    floor = fields.number("floor") if "classes" in fields.values else None
+    groups = fields.mapping(
+        "classes", lambda at, label: _read_group(at.object(label), len(shares)), may_lack=True
+    )
     if not problems:
         problems += [f"{quoted(name)} is {share}" for name, share in shares.items() if share < 0]
         problems += [

@@ -203,11 +203,7 @@ def _run_child(task: dict[str, Any]) -> dict[str, Any]:
 def _run(command: Sequence[str], log: int) -> str:
     """Run a command in a session of its own; say how it ended. Nothing of it stays behind."""
     process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=log,
-        start_new_session=True,
+        command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
     )
     try:
         code = process.wait(TIMEOUT_S)

@@ -1,10 +1,11 @@
-"""Read `<artifact>.report.json`, which the exporter writes beside every artifact."""
+"""Read `<artifact>.report.json`, which the exporter writes beside an artifact; compare two."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 from modelyard.archiver.errors import CannotArchive
 from modelyard.archiver.signature import Signature, TensorSpec, ends_of, read_signature
@@ -115,7 +116,7 @@ def read_report(artifact: Path) -> Report | None:
     Raises:
         CannotArchive: the report is not valid JSON, or lacks a field; each problem names its field.
     """
-    path = artifact.with_name(f"{artifact.name}.report.json")
+    path = artifact.with_name(artifact.name + REPORT)
     if not path.exists():
         return None
     try:
@@ -130,15 +131,12 @@ def parse_report(data: bytes, path: Path) -> Report:
     Raises:
         CannotArchive: as `read_report`.
     """
-    problems: list[str] = []
     try:
-        fields = Fields(parse_json(data, _MAX_REPORT_BYTES), "", problems)
+        fields = Fields(parse_json(data, _MAX_REPORT_BYTES))
     except ValueError as error:
         raise CannotArchive("cannot read the report", [f"{path.name}: {error}"]) from error
     signature = read_signature(fields.object("signature"))
-    checkpoint, versions = fields.object("checkpoint"), _optional(fields, "versions")
-    details = _optional(fields, "details")
-    stated, labels = _optional(details, "probabilities"), _optional(details, "labels")
+    checkpoint, details = fields.object("checkpoint"), fields.object("details", may_lack=True)
     table = details.values.get("table")
     report = Report(
         path,
@@ -146,80 +144,69 @@ def parse_report(data: bytes, path: Path) -> Report:
         artifact_sha256=fields.sha256("artifact_sha256"),
         checkpoint_sha256=checkpoint.sha256("sha256"),
         signature=signature,
-        parity=_parity(fields, signature) if "parity" in fields.values else None,
+        parity=_parity(fields, details, signature) if "parity" in fields.values else None,
         model=fields.text_or_none("model") or "",
         command=fields.text_or_none("command") or "",
-        end_tokens=_end_tokens(_optional(details, "generation")),
+        end_tokens=_end_tokens(details.object("generation", may_lack=True)),
         checkpoint=checkpoint.text_or_none("file") or "",
         checkpoint_kind=checkpoint.text_or_none("kind") or "",
-        versions={name: versions.text(name) for name in versions.values},
-        probabilities={name: stated.boolean(name) for name in stated.values},
-        labels={index: labels.text_or_none(index) or "" for index in labels.values},
+        versions=fields.mapping("versions", Fields.text, may_lack=True),
+        probabilities=details.mapping("probabilities", Fields.boolean, may_lack=True),
+        labels=details.mapping("labels", lambda at, key: at.text_or_none(key) or "", may_lack=True),
         table=table if isinstance(table, dict) else {},
-        trusted_operators=_trusted(details),
-        tf32=fields.boolean("tf32") if "tf32" in fields.values else False,
+        trusted_operators=tuple(details.items("trusted_operators", [])),
+        tf32=fields.boolean("tf32", False),
     )
-    if problems:
-        raise CannotArchive("cannot read the report", [f"{path.name}: {p}" for p in problems])
+    if fields.problems:
+        problems = [f"{path.name}: {problem}" for problem in fields.problems]
+        raise CannotArchive("cannot read the report", problems)
     return report
 
 
-def _trusted(details: Fields) -> tuple[str, ...]:
-    key = "trusted_operators"
-    return tuple(details.items(key)) if key in details.values else ()
-
-
-def _parity(fields: Fields, signature: Signature) -> Parity:
+def _parity(fields: Fields, details: Fields, signature: Signature) -> Parity:
     parity = fields.object("parity")
     # Reports of older versions state one tolerance for all outputs, and less of the inputs.
-    outputs = _optional(parity, "outputs")
-    integers = _optional(parity, "integers")
-    plan = _optional(parity, "plan")
-    for judged in (parity, *map(outputs.object, outputs.values)):
-        if judged.values.get("verdict", "agrees") != "agrees":
-            judged.wrong("verdict", '"agrees", or no report', judged.values["verdict"])
+    outputs, integers, plan = (
+        parity.object(key, may_lack=True) for key in ("outputs", "integers", "plan")
+    )
+    judged = {name: outputs.object(name) for name in outputs.values}
+    for each in (parity, *judged.values()):
+        if each.values.get("verdict", "agrees") != "agrees":
+            each.wrong("verdict", '"agrees", or no report', each.values["verdict"])
     return Parity(
         tolerances={
-            spec.name: (
-                outputs.object(spec.name) if spec.name in outputs.values else parity
-            ).number("tolerance")
+            spec.name: judged.get(spec.name, parity).number("tolerance")
             for spec in signature.outputs
         },
-        is_quantized="quantize" in _optional(fields, "details").values,
+        is_quantized="quantize" in details.values,
         integers={
             spec.name: _range(integers, spec, signature)
             for spec in signature.inputs
             if spec.name in integers.values
         },
-        kinds=tuple(parity.items("kinds")) if "kinds" in parity.values else (),
+        kinds=tuple(parity.items("kinds", [])),
         extent=_extent(plan),
-        left_out=tuple(plan.items("left_out")) if "left_out" in plan.values else (),
-        allowed=_allowed(_optional(parity, "ill_conditioned")),
-        cases=parity.integer("cases") if "cases" in parity.values else 0,
-        largest=_stated(outputs, "scaled"),
-        errors=_stated(outputs, "error"),
-        scales=_scales(outputs),
+        left_out=tuple(plan.items("left_out", [])),
+        allowed=_allowed(parity.object("ill_conditioned", may_lack=True)),
+        cases=parity.integer("cases", 0),
+        largest=_stated(judged, "scaled"),
+        errors=_stated(judged, "error"),
+        scales={name: _scale(each) for name, each in judged.items() if "scale" in each.values},
     )
 
 
-def _stated(outputs: Fields, key: str) -> dict[str, float]:
-    each = ((name, outputs.object(name)) for name in outputs.values)
-    return {name: found.number(key) for name, found in each if found.values.get(key) is not None}
+def _stated(judged: Mapping[str, Fields], key: str) -> dict[str, float]:
+    return {n: each.number(key) for n, each in judged.items() if each.values.get(key) is not None}
 
 
-def _scales(outputs: Fields) -> dict[str, Mapping[str, Any]]:
-    scales: dict[str, Mapping[str, Any]] = {}
-    for name in outputs.values:
-        if "scale" not in (output := outputs.object(name)).values:
-            continue
-        stated = output.object("scale")
-        shape, centre, spread = map(stated.items, ("shape", "centre", "spread"))
-        are_sizes = all(type(size) is int and size > 0 for size in shape)
-        are_numbers = all(type(each) in (int, float) for each in (*centre, *spread))
-        if not are_sizes or not are_numbers or {len(centre), len(spread)} != {math.prod(shape)}:
-            output.wrong("scale", "a shape, and a centre and a spread of each place", stated.values)
-        scales[name] = stated.values
-    return scales
+def _scale(output: Fields) -> Mapping[str, Any]:
+    stated = output.object("scale")
+    shape, centre, spread = map(stated.items, ("shape", "centre", "spread"))
+    are_sizes = all(type(size) is int and size > 0 for size in shape)
+    are_numbers = all(type(each) in (int, float) for each in (*centre, *spread))
+    if not are_sizes or not are_numbers or {len(centre), len(spread)} != {math.prod(shape)}:
+        output.wrong("scale", "a shape, and a centre and a spread of each place", stated.values)
+    return stated.values
 
 
 def _allowed(ill_conditioned: Fields) -> dict[str, dict[str, float]]:
@@ -232,14 +219,12 @@ def _allowed(ill_conditioned: Fields) -> dict[str, dict[str, float]]:
 def _extent(plan: Fields) -> Extent:
     """Read how much was tried; reports of older versions only say whether it was reduced."""
     if "extent" not in plan.values:
-        reduced = plan.boolean("reduced") if "reduced" in plan.values else True
-        return "few" if reduced else "every"
+        return "few" if plan.boolean("reduced", True) else "every"
     stated = plan.text("extent")
-    for extent in get_args(Extent):
-        if stated == extent:
-            return extent  # type: ignore[no-any-return]
-    plan.wrong("extent", f"one of {', '.join(get_args(Extent))}", stated)
-    return "few"
+    if stated not in get_args(Extent):
+        plan.wrong("extent", f"one of {', '.join(get_args(Extent))}", stated)
+        return "few"
+    return cast("Extent", stated)
 
 
 def _end_tokens(generation: Fields) -> tuple[int, ...]:
@@ -247,10 +232,6 @@ def _end_tokens(generation: Fields) -> tuple[int, ...]:
     if not all(type(token) is int for token in found):
         generation.wrong("end_tokens", "a list of whole numbers", found)
     return tuple(found)
-
-
-def _optional(fields: Fields, key: str) -> Fields:
-    return fields.object(key) if key in fields.values else Fields({}, fields.at(key), [])
 
 
 def _range(integers: Fields, spec: TensorSpec, signature: Signature) -> Values:
@@ -266,3 +247,95 @@ def _range(integers: Fields, spec: TensorSpec, signature: Signature) -> Values:
         case _:
             integers.wrong(spec.name, "the smallest and the largest value", found)
     return Values(End(0), End(0))
+
+
+# -- other artifacts of the same checkpoint in an archive, any of which may predict ----------------
+
+ARTIFACT_KEY = "artifact"
+"""Key of model-config.yaml that chooses one: it must have its report beside it, prove as large a
+batch as the archive's own, and take and give the same."""
+REPORT = ".report.json"
+
+Read = Callable[[str], bytes]
+
+
+def find_alternatives(
+    manifest: Mapping[str, Any], names: Collection[str], read: Read
+) -> Iterator[str]:
+    """Yield the artifacts that could predict in place of the one that the manifest names.
+
+    Args:
+        manifest: manifest as it is in the archive.
+        names: names of the archive's files.
+        read: returns one file's content.
+    """
+    for name in sorted(names):
+        other = name.removesuffix(REPORT)
+        if other != name and other in names and other != manifest["model"].get("serializedFile"):
+            try:
+                choose_artifact(manifest, other, read)
+            except CannotArchive:
+                continue
+            yield other
+
+
+def choose_artifact(manifest: Mapping[str, Any], name: str, read: Read) -> dict[str, Any]:
+    """Return the manifest as if the archive had been made with another of its artifacts.
+
+    Args:
+        manifest: manifest as it is in the archive.
+        name: name of the artifact.
+        read: returns one file's content; raises KeyError or OSError where there is none.
+
+    Raises:
+        CannotArchive: it cannot take that place.
+    """
+    chosen = deepcopy(dict(manifest))
+    file, seal = chosen["model"].get("serializedFile"), chosen.get("modelyard") or {}
+    if name == file:
+        return chosen
+    summary = f"{ARTIFACT_KEY}: {name} cannot predict in place of {file}"
+    try:
+        other = parse_report(read(name + REPORT), Path(name + REPORT))
+        own = parse_report(read(seal["report"]), Path(seal["report"]))
+    except (KeyError, OSError) as error:
+        reason = f"{error.args[-1] if error.args else error}: expected a report beside each of both"
+        raise CannotArchive(summary, [reason]) from error
+    if problem := difference(own, other) or _shortage(own, other):
+        raise CannotArchive(summary, [problem])
+    chosen["model"]["serializedFile"] = name
+    seal["report"] = name + REPORT
+    return chosen
+
+
+def difference(report: Report, other: Report) -> str | None:
+    """Return why two artifacts are not the same model; None where they are."""
+    if other.checkpoint_sha256 != report.checkpoint_sha256:
+        return (
+            f"their checkpoints differ (SHA-256 {other.checkpoint_sha256[:12]}… and "
+            f"{report.checkpoint_sha256[:12]}…); export both from one checkpoint"
+        )
+    ours, theirs = _static(report.signature.inputs), _static(other.signature.inputs)
+    if ours != theirs:
+        return f"it takes {theirs} instead of {ours}; export both with the same --input"
+    return None
+
+
+def _shortage(report: Report, other: Report) -> str | None:
+    ours, theirs = _static(report.signature.outputs), _static(other.signature.outputs)
+    if ours != theirs:
+        return f"it gives {theirs} instead of {ours}; export both with the same --output"
+    if other.parity is None:
+        return "its report proves nothing; write it with `modelyard export`"
+    proven, wanted = other.signature.proven_batch, report.signature.proven_batch
+    if wanted is not None and proven is not None and proven < wanted:
+        return f"it is proven for batches of {proven}, not {wanted}; export both alike"
+    return None
+
+
+def _static(tensors: Iterable[TensorSpec]) -> str:
+    """Write dtypes and shapes without the names, in which two exports may differ."""
+    return ", ".join(
+        f"{tensor.dtype}[{','.join(str(n) if isinstance(n, int) else '*' for n in tensor.shape)}]"
+        for tensor in tensors
+    )

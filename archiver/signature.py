@@ -277,8 +277,7 @@ def read_signature(fields: Fields) -> Signature:
 
 
 def _read_dim(name: str, fields: Fields) -> Dim:
-    low, high = fields.integer("min"), fields.integer("max")
-    step = fields.integer("step") if "step" in fields.values else 1
+    low, high, step = fields.integer("min"), fields.integer("max"), fields.integer("step", 1)
     if not 0 <= low <= high:
         fields.problems.append(f"{fields.path}: expected 0 <= min <= max, found {low} and {high}")
     if step < 1 or (high - low) % step:

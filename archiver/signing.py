@@ -1,52 +1,66 @@
 """Sign an archive, and check whose signature it carries.
 
-The signature's file states the digest of every other file (`statement`) and lies beside the
-manifest; it changes neither the manifest nor the digest that names the archive.
+The signature's file states the digest of every other file (`Statement`) and lies beside the
+manifest; it changes neither the manifest nor the digest that names the archive. It is a Sigstore
+bundle that holds a signed in-toto statement, so that the archive, once unpacked, is checked by
+others too: `model_signing verify key --public_key KEY --signature MAR-INF/MANIFEST.sig.json
+FOLDER`. What Modelyard adds stands under `modelyard` in the predicate, which others pass over.
+
+Formats: https://github.com/ossf/model-signing-spec, https://github.com/secure-systems-lab/dsse,
+https://in-toto.io/Statement/v1, https://docs.sigstore.dev/about/bundle/
 """
 
+import base64
 import hashlib
+import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING
 
 from packaging.version import InvalidVersion, Version
 
 from modelyard.archiver.errors import NotTrusted, WrongUsage
 from modelyard.archiver.read import Archive
-from modelyard.archiver.statement import (
-    MAX_BUNDLE_BYTES,
-    Statement,
-    format_bundle,
-    format_statement,
-    parse_bundle,
-    parse_date,
-    parse_statement,
-    signed_bytes,
-)
-from modelyard.archiver.untrusted.json import parse_json
+from modelyard.archiver.untrusted.json import Fields, format_json, parse_json
 from modelyard.archiver.untrusted.names import SIGNING_NAME
 
 if TYPE_CHECKING:
-    from cryptography.hazmat.primitives.asymmetric.ec import (
-        EllipticCurvePrivateKey,
-        EllipticCurvePublicKey,
-    )
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import (
-        Ed25519PrivateKey,
-        Ed25519PublicKey,
-    )
-
-    PrivateKey: TypeAlias = EllipticCurvePrivateKey | Ed25519PrivateKey
-    PublicKey: TypeAlias = EllipticCurvePublicKey | Ed25519PublicKey
+    from modelyard.archiver.keys import PrivateKey, PublicKey
 
 ENVIRONMENT_KEY = "MODELYARD_SIGNING_KEY"
 
-_KEYS = "Ed25519 or ECDSA on the curve P-256"
+
 _MAX_FILE_BYTES = 64 * 1024
 _PEM_BEGIN, _PEM_END = "-----BEGIN ", "-----END "
+MEDIA_TYPE = "application/vnd.dev.sigstore.bundle.v0.3+json"
+PAYLOAD_TYPE = "application/vnd.in-toto+json"
+STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
+PREDICATE_TYPE = "https://model_signing/signature/v1.0"
+MAX_BUNDLE_BYTES = 8 << 20
+
+
+@dataclass(frozen=True)
+class Statement:
+    """What is signed."""
+
+    name: str
+    """The model's."""
+    digests: Mapping[str, str]
+    """SHA-256 of every file of the archive but the signature."""
+    expires: datetime | None = None
+    """Time when the signature ends to stand for anything."""
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """A signed statement before anything is believed of it."""
+
+    key_id: str
+    payload: bytes
+    signature: bytes
 
 
 @dataclass(frozen=True)
@@ -74,20 +88,6 @@ class Trust:
     """Model → the lowest version that is accepted."""
 
 
-def generate_keys() -> tuple[bytes, bytes]:
-    """Make a new key pair (ECDSA, P-256); return the private and the public key as PEM."""
-    from cryptography.hazmat.primitives import serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    key = ec.generate_private_key(ec.SECP256R1())
-    private = key.private_bytes(
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.PKCS8,
-        serialization.NoEncryption(),
-    )
-    return private, _pem(key.public_key())
-
-
 def read_signing_key(file: Path | None) -> "PrivateKey | None":
     """Read the key of `file`, else of the environment: PEM itself, or the path of a file.
 
@@ -98,13 +98,15 @@ def read_signing_key(file: Path | None) -> "PrivateKey | None":
         NotTrusted: it is not a private key that can sign.
     """
     text = os.environ.get(ENVIRONMENT_KEY, "")
+    if file is None and not text:
+        return None
+    from modelyard.archiver.keys import read_key
+
     if file is None and text.lstrip().startswith(_PEM_BEGIN):
         data, where = text.strip().encode() + b"\n", ENVIRONMENT_KEY
-    elif file or text:
-        data, where = _read(file or Path(text)), str(file or text)
     else:
-        return None
-    key: PrivateKey = _key(data, where, is_private=True)
+        data, where = _read(file or Path(text)), str(file or text)
+    key: PrivateKey = read_key(data, where, is_private=True)
     return key
 
 
@@ -134,6 +136,8 @@ def read_trusted_keys(file: Path) -> Trust:
     Raises:
         NotTrusted: the file cannot be read, or holds something else.
     """
+    from modelyard.archiver.keys import key_id, read_key
+
     keys: dict[str, TrustedKey] = {}
     lowest: dict[str, str] = {}
     said: dict[str, str] = {}
@@ -143,14 +147,13 @@ def read_trusted_keys(file: Path) -> Trust:
         if block or line.startswith(_PEM_BEGIN):
             block.append(line)
             if line.startswith(_PEM_END):
-                key = _key(
-                    "\n".join([*block, ""]).encode(),
-                    f"{file}: key {len(keys) + 1}",
-                    is_private=False,
-                )
-                expires = _date(said["expires"], file) if "expires" in said else None
-                name = said.get("name", "")
-                keys[key_id(key)] = TrustedKey(key_id(key), key, name, expires)
+                data, where = "\n".join([*block, ""]).encode(), f"{file}: key {len(keys) + 1}"
+                key = read_key(data, where, is_private=False)
+                try:
+                    expires = parse_date(said["expires"]) if "expires" in said else None
+                except ValueError as error:
+                    raise NotTrusted(f"{file}: expires {error}") from error
+                keys[key_id(key)] = TrustedKey(key_id(key), key, said.get("name", ""), expires)
                 block, said = [], {}
         elif words[:1] == ["lowest"] and len(words) == 3:
             lowest[words[1]] = words[2]
@@ -166,17 +169,6 @@ def read_trusted_keys(file: Path) -> Trust:
     return Trust(keys, lowest)
 
 
-def key_id(key: "PublicKey") -> str:
-    """Name a public key: the SHA-256 of its PEM, of an Ed25519 key of its 32 bytes.
-
-    The first is what OpenSSF's model signing looks for.
-    """
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
-
-    data = key.public_bytes_raw() if isinstance(key, Ed25519PublicKey) else _pem(key)
-    return hashlib.sha256(data).hexdigest()
-
-
 def sign(statement: Statement, key: "PrivateKey") -> bytes:
     """Return the content of the signature's file; the same for the same statement and key."""
     return sign_payload(format_statement(statement), key)
@@ -184,7 +176,9 @@ def sign(statement: Statement, key: "PrivateKey") -> bytes:
 
 def sign_payload(payload: bytes, key: "PrivateKey") -> bytes:
     """Return a bundle of any in-toto statement, signed as archives are."""
-    return format_bundle(payload, key_id(key.public_key()), lambda data: _sign(data, key))
+    from modelyard.archiver import keys
+
+    return format_bundle(payload, keys.key_id(key.public_key()), lambda data: keys.sign(data, key))
 
 
 def find_signer(archive: Archive, trust: Trust, now: datetime | None = None) -> TrustedKey:
@@ -206,10 +200,16 @@ def find_signer(archive: Archive, trust: Trust, now: datetime | None = None) -> 
         )
     try:
         document = parse_json(archive.read(SIGNING_NAME), MAX_BUNDLE_BYTES)
-        signer, expires = _check_statement(archive, document, trust)
+        signer, statement = find_signed(name, document, trust)
     except ValueError as error:
         raise NotTrusted(f"{name}: {SIGNING_NAME} cannot be read: {error}") from error
-    check_expiry(name, signer, expires, now)
+    found = {file.name: file.sha256 for file in archive.files if file.name != SIGNING_NAME}
+    if differing := sorted(dict(found.items() ^ statement.digests.items())):
+        raise NotTrusted(
+            f"{name}: the key {signer} signed other files: {', '.join(differing[:5])} "
+            "changed after it was signed"
+        )
+    check_expiry(name, signer, statement.expires, now)
     _check_version(archive, trust)
     return signer
 
@@ -243,9 +243,21 @@ def find_signed(name: str, document: object, trust: Trust) -> tuple[TrustedKey, 
 
 def open_signed(name: str, document: object, trust: Trust) -> tuple[TrustedKey, bytes]:
     """Return which trusted key signed a bundle, and its payload; errors as `find_signed`."""
+    from modelyard.archiver.keys import is_signature
+
     envelope = parse_bundle(document)
-    signer = _known(name, envelope.key_id, trust)
-    _verify(name, signer, envelope.signature, signed_bytes(envelope.payload))
+    signer = trust.keys.get(envelope.key_id)
+    if signer is None:
+        trusted = ", ".join(sorted(str(key) for key in trust.keys.values()))
+        raise NotTrusted(
+            f"{name} is signed by the key {envelope.key_id[:12]}…, which is not trusted; trusted: "
+            f"{trusted}"
+        )
+    if not is_signature(signer.key, envelope.signature, signed_bytes(envelope.payload)):
+        raise NotTrusted(
+            f"{name}: the signature of the key {signer} is wrong: what was signed was "
+            "changed after it"
+        )
     return signer, envelope.payload
 
 
@@ -260,30 +272,6 @@ def claimed_key(archive: Archive) -> str:
     except (KeyError, ValueError) as error:
         name = archive.path.name
         raise NotTrusted(f"{name}: {SIGNING_NAME} cannot be read: {error}") from error
-
-
-def _check_statement(
-    archive: Archive, document: object, trust: Trust
-) -> tuple[TrustedKey, datetime | None]:
-    """Return who signed what the archive holds, and until when."""
-    signer, statement = find_signed(archive.path.name, document, trust)
-    found = {file.name: file.sha256 for file in archive.files if file.name != SIGNING_NAME}
-    if found != dict(statement.digests):
-        differing = sorted(dict(found.items() ^ statement.digests.items()))
-        raise NotTrusted(
-            f"{archive.path.name}: the key {signer} signed other files: {', '.join(differing[:5])} "
-            "changed after it was signed"
-        )
-    return signer, statement.expires
-
-
-def _known(name: str, signer: str, trust: Trust) -> TrustedKey:
-    if signer not in trust.keys:
-        trusted = ", ".join(sorted(str(key) for key in trust.keys.values()))
-        raise NotTrusted(
-            f"{name} is signed by the key {signer[:12]}…, which is not trusted; trusted: {trusted}"
-        )
-    return trust.keys[signer]
 
 
 def _check_version(archive: Archive, trust: Trust) -> None:
@@ -306,86 +294,133 @@ def _check_version(archive: Archive, trust: Trust) -> None:
         )
 
 
-def _sign(data: bytes, key: "PrivateKey") -> bytes:
-    from cryptography.exceptions import UnsupportedAlgorithm
-    from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-    from cryptography.hazmat.primitives.hashes import SHA256
-
-    if isinstance(key, Ed25519PrivateKey):
-        return key.sign(data)
-    try:  # RFC 6979: the same bytes for the same key
-        return key.sign(data, ec.ECDSA(SHA256(), deterministic_signing=True))
-    except UnsupportedAlgorithm:  # OpenSSL before 3.2
-        return key.sign(data, ec.ECDSA(SHA256()))
-
-
-def _verify(name: str, signer: TrustedKey, signature: bytes, data: bytes) -> None:
-    from cryptography.exceptions import InvalidSignature
-    from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
-    from cryptography.hazmat.primitives.hashes import SHA256
-
-    try:
-        if isinstance(signer.key, Ed25519PublicKey):
-            signer.key.verify(signature, data)
-        else:
-            signer.key.verify(signature, data, ec.ECDSA(SHA256()))
-    except InvalidSignature as error:
-        raise NotTrusted(
-            f"{name}: the signature of the key {signer} is wrong: what was signed was "
-            "changed after it"
-        ) from error
-
-
-def _pem(key: "PublicKey") -> bytes:
-    from cryptography.hazmat.primitives import serialization
-
-    return key.public_bytes(
-        serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
-    )
-
-
-def _key(data: bytes, where: str, *, is_private: bool) -> Any:
-    from cryptography.exceptions import UnsupportedAlgorithm
-    from cryptography.hazmat.primitives import serialization
-
-    try:
-        if is_private:
-            key: Any = serialization.load_pem_private_key(data, password=None)
-        else:
-            key = serialization.load_pem_public_key(data)
-    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-        lacks = (
-            "holds no private key in PEM without a password; write one with `modelyard keygen`"
-            if is_private
-            else "is not a public key in PEM"
-        )
-        raise NotTrusted(f"{where} {lacks}") from error
-    if not _can_sign(key):
-        raise NotTrusted(f"{where} is not a key of {_KEYS}")
-    return key
-
-
-def _can_sign(key: object) -> bool:
-    from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.hazmat.primitives.asymmetric import ed25519 as ed
-
-    if isinstance(key, ec.EllipticCurvePrivateKey | ec.EllipticCurvePublicKey):
-        return key.curve.name == ec.SECP256R1.name
-    return isinstance(key, ed.Ed25519PrivateKey | ed.Ed25519PublicKey)
-
-
-def _date(text: str, file: Path) -> datetime:
-    try:
-        return parse_date(text)
-    except ValueError as error:
-        raise NotTrusted(f"{file}: expires {error}") from error
-
-
 def _read(file: Path) -> bytes:
     try:
         with file.open("rb") as opened:
             return opened.read(_MAX_FILE_BYTES)
     except OSError as error:
         raise NotTrusted(f"cannot read the key file {file}: {error.strerror}") from error
+
+
+# -- what a signature stands for: every file of an archive, as OpenSSF's model signing states it ---
+
+
+def format_statement(statement: Statement) -> bytes:
+    """Write what is signed of an archive's files."""
+    resources = sorted(statement.digests.items())
+    together = hashlib.sha256(b"".join(bytes.fromhex(digest) for _, digest in resources))
+    predicate: dict[str, object] = {
+        "serialization": {
+            "method": "files",
+            "hash_type": "sha256",
+            "allow_symlinks": False,
+            "ignore_paths": [SIGNING_NAME],
+        },
+        "resources": [
+            {"name": name, "algorithm": "sha256", "digest": digest} for name, digest in resources
+        ],
+    }
+    if statement.expires:
+        predicate["modelyard"] = {"expires": statement.expires.isoformat()}
+    document = {
+        "_type": STATEMENT_TYPE,
+        "subject": [{"name": statement.name, "digest": {"sha256": together.hexdigest()}}],
+        "predicateType": PREDICATE_TYPE,
+        "predicate": predicate,
+    }
+    return json.dumps(document, separators=(",", ":")).encode()
+
+
+def format_bundle(payload: bytes, key_id: str, sign: Callable[[bytes], bytes]) -> bytes:
+    """Write the content of a signature's file; `sign` gives the signature of some bytes.
+
+    Args:
+        payload: an in-toto statement.
+    """
+    return format_json(
+        {
+            "mediaType": MEDIA_TYPE,
+            "verificationMaterial": {"publicKey": {"hint": key_id}, "tlogEntries": []},
+            "dsseEnvelope": {
+                "payload": _base64(payload),
+                "payloadType": PAYLOAD_TYPE,
+                "signatures": [{"sig": _base64(sign(signed_bytes(payload))), "keyid": ""}],
+            },
+        }
+    )
+
+
+def parse_bundle(document: object) -> Envelope:
+    """Read a bundle.
+
+    Raises:
+        ValueError: it is not one with one signature by a key; the message names the fields.
+    """
+    fields = Fields(document)
+    _expect(fields, "mediaType", MEDIA_TYPE)
+    envelope = fields.object("dsseEnvelope")
+    _expect(envelope, "payloadType", PAYLOAD_TYPE)
+    signatures = envelope.objects("signatures")
+    if len(signatures) != 1:
+        fields.problems.append(f"dsseEnvelope.signatures: expected one, found {len(signatures)}")
+    key = fields.object("verificationMaterial").object("publicKey").text("hint")
+    texts = [envelope.text("payload"), *(each.text("sig") for each in signatures)]
+    data: list[bytes] = []
+    try:
+        data += (base64.b64decode(text, validate=True) for text in texts)
+    except ValueError:
+        fields.problems.append("dsseEnvelope: payload or signature is not Base64")
+    fields.check()
+    return Envelope(key, *data)
+
+
+def parse_statement(payload: bytes) -> Statement:
+    """Read what a trusted key signed.
+
+    Raises:
+        ValueError: it does not state the digests of a model's files; the message names the fields.
+    """
+    fields = Fields(parse_json(payload, MAX_BUNDLE_BYTES))
+    _expect(fields, "_type", STATEMENT_TYPE)
+    _expect(fields, "predicateType", PREDICATE_TYPE)
+    predicate = fields.object("predicate")
+    resources = predicate.objects("resources")
+    digests = {each.text("name"): each.sha256("digest") for each in resources}
+    if len(digests) != len(resources):
+        fields.problems.append("predicate.resources: a name is there twice")
+    for each in resources:
+        _expect(each, "algorithm", "sha256")
+    subjects = fields.objects("subject")
+    name = subjects[0].text("name") if subjects else ""
+    expires = predicate.object("modelyard", may_lack=True).text_or_none("expires")
+    fields.check()
+    return Statement(name, digests, parse_date(expires) if expires else None)
+
+
+def signed_bytes(payload: bytes) -> bytes:
+    """Return what is signed for a payload: DSSE's pre-authentication encoding."""
+    kind = PAYLOAD_TYPE.encode()
+    return b"DSSEv1 %d %b %d %b" % (len(kind), kind, len(payload), payload)
+
+
+def parse_date(text: str) -> datetime:
+    """Read a day or a time, in UTC where it does not say: `2027-01-31`, `2027-01-31T12:00:00Z`.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    try:
+        date = datetime.fromisoformat(text)
+    except ValueError as error:
+        raise ValueError(f'"{text}" is not a date; expected one as 2027-01-31') from error
+    return date if date.tzinfo else date.replace(tzinfo=UTC)
+
+
+def _expect(fields: Fields, key: str, value: str) -> None:
+    found = fields.text(key)
+    if found and found != value:
+        fields.wrong(key, value, found)
+
+
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")

@@ -189,20 +189,13 @@ def _installed() -> Mapping[str, list[str]]:
 
 
 def _absolute_paths(name: str, tree: ast.Module) -> Iterator[str]:
-    described = {
-        id(node.value)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-    }
+    described = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
-        if (
-            isinstance(node, ast.Constant)
-            and isinstance(node.value, str)
-            and id(node) not in described
-            and _ABSOLUTE.fullmatch(node.value)
-        ):
-            yield (
-                f"{name}:{node.lineno} names the path {quoted(node.value)}, which other machines "
-                "may not have; pack the file, and open it by its name: the archive is the "
-                "worker's working folder"
-            )
+        match node:
+            case ast.Constant(value=str(text)) if id(node) not in described:
+                if _ABSOLUTE.fullmatch(text):
+                    yield (
+                        f"{name}:{node.lineno} names the path {quoted(text)}, which other machines "
+                        "may not have; pack the file, and open it by its name: the archive is the "
+                        "worker's working folder"
+                    )

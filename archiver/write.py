@@ -15,7 +15,6 @@ from typing import IO, TYPE_CHECKING, Any
 
 from modelyard.archiver.collect import ArchiveRequest, Part, Plan, plan_archive
 from modelyard.archiver.digest import Digest, DigestedFile
-from modelyard.archiver.dry_run import Rehearsal, rehearse
 from modelyard.archiver.errors import ArchiveExists, CannotArchive
 from modelyard.archiver.explanations import Explanations
 from modelyard.archiver.manifest import (
@@ -29,15 +28,15 @@ from modelyard.archiver.read import Archive
 from modelyard.archiver.replay import UNPACKED
 from modelyard.archiver.report import Report, parse_report
 from modelyard.archiver.sbom import format_sbom
-from modelyard.archiver.signing import sign
-from modelyard.archiver.statement import Statement
+from modelyard.archiver.signing import Statement, sign
 from modelyard.archiver.untrusted import names
 from modelyard.archiver.untrusted.container import CHUNK_BYTES, SUFFIXES, Progress, Writer
+from modelyard.archiver.verify import Rehearsal, rehearse
 from modelyard.archiver.writers import FolderWriter, TarWriter, ZipWriter, shrinks
 from modelyard.base.disk import flush
 
 if TYPE_CHECKING:
-    from modelyard.archiver.signing import PrivateKey
+    from modelyard.archiver.keys import PrivateKey
 
 SYNC_S = 0.1
 """Time from one order to the disk to the next, while an archive is written."""

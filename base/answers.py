@@ -6,8 +6,6 @@ which is learnt from answers of the reference (`modelyard.base.scale`); where no
 is the number itself.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -14,8 +14,6 @@ sequence, all positions are one place. Outputs of many positions are pooled alon
 first, whose positions are the most alike: pixels, steps, boxes, rather than channels.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -67,7 +65,7 @@ class Scale:
         sizes = zip(self.centre.shape, shape, strict=False)
         return self.centre.ndim == len(shape) and all(one in (1, other) for one, other in sizes)
 
-    def wider(self, other: Scale) -> Scale:
+    def wider(self, other: "Scale") -> "Scale":
         """Return the scale with the larger spread at each place."""
         return replace(self, spread=np.maximum(self.spread, other.spread))
 
@@ -84,7 +82,7 @@ class Scale:
         }
 
     @classmethod
-    def from_json(cls, stated: Mapping[str, Any]) -> Scale:
+    def from_json(cls, stated: Mapping[str, Any]) -> "Scale":
         """Return what a report states."""
         parts = (np.array(stated[name], np.float64) for name in ("centre", "spread"))
         return cls(*(part.reshape(stated["shape"]) for part in parts))

@@ -67,8 +67,7 @@ def take_submodule(model: nn.Module, path: str) -> nn.Module:
         )
     if isinstance(found, nn.ModuleList | nn.ModuleDict):
         raise UsageError(
-            f'--submodule "{path}" is a {type(found).__name__}, which has no forward(); expected '
-            "one of its parts"
+            f'--submodule "{path}" is a {type(found).__name__} without forward(); name a part of it'
         )
     return found
 
@@ -156,8 +155,7 @@ def choose_outputs(
     leaves = {"_".join(way): value for way, value in found}
     if len(leaves) < len(found):
         raise ModelError(
-            f"forward() gives {_described(output)}, and two of its tensors would have one name; "
-            "expected other keys"
+            f"forward() gives {_described(output)}, two of one name; expected other keys"
         )
     tensors = {key: value for key, value in leaves.items() if isinstance(value, Tensor)}
     called = {key: _output_name(key) for key in tensors}
@@ -173,8 +171,9 @@ def choose_outputs(
         keys=tuple(chosen.values()),
         views=tuple(dtype if "complex" in dtype else "" for dtype in dtypes),
         notes=tuple(
-            f'output "{_output_name(key)}" is left out: it is {_seen(value)}, and an artifact '
-            "gives tensors of numbers"
+            f'output "{_output_name(key)}" is left out: it is '
+            f"{'' if isinstance(value, NotTensor) else f'{value!r:.40}, '}{_described(value)}, and "
+            "an artifact gives tensors of numbers"
             for key, value in others.items()
         ),
     )
@@ -214,12 +213,6 @@ _CONSTANTS = (bool, int, float, str)
 
 def _may_go(value: Any) -> bool:
     return isinstance(value, _CONSTANTS) or (isinstance(value, NotTensor) and not value.is_needed)
-
-
-def _seen(value: Any) -> str:
-    if isinstance(value, NotTensor):
-        return f"a {value.kind}"
-    return f"{value!r:.40}, a {type(value).__name__}"
 
 
 def _is_plain(output: Any) -> bool:
@@ -354,10 +347,8 @@ def _build(tree: TensorSpec | _Tree, way: str, values: Mapping[str, Any], hint: 
 
 def _places(model: nn.Module, roots: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split the arguments into those given by place and those given by name."""
-    parameters = inspect.signature(model.forward).parameters
-    kinds = {parameter.kind for parameter in parameters.values()}
     by_name_only = _names(model, _BY_NAME)
-    if inspect.Parameter.VAR_POSITIONAL in kinds:
+    if _names(model, inspect.Parameter.VAR_POSITIONAL):
         named = [root for root in roots if root in by_name_only]
         return [root for root in roots if root not in named], named
     takes = _names(model, *_BY_PLACE)
@@ -368,11 +359,12 @@ def _places(model: nn.Module, roots: Sequence[str]) -> tuple[list[str], list[str
     first_named = fits.index(False) if False in fits else len(roots)
     by_place, by_name = list(roots[:first_named]), list(roots[first_named:])
     known = {*takes[first_named:], *by_name_only}
-    misplaced = inspect.Parameter.VAR_KEYWORD not in kinds and set(by_name) - known
+    misplaced = not _names(model, inspect.Parameter.VAR_KEYWORD) and set(by_name) - known
     filled = {*takes[:first_named], *by_name}
     if misplaced or set(by_name) & set(takes[:first_named]) or set(_required(model)) - filled:
         raise UsageError(
-            f"--input gives {', '.join(roots)}, and forward() takes {', '.join(parameters)}; "
+            f"--input gives {', '.join(roots)}, and forward() takes "
+            f"{', '.join(inspect.signature(model.forward).parameters)}; "
             "expected one input for each of its arguments that has no default, by its name or in "
             "its own place"
         )

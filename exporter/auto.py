@@ -10,17 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from modelyard.base.terminal import format_bytes
-from modelyard.exporter.bench.measure import (
-    Plan,
-    bench,
-    choose_batches,
-    choose_subjects,
-    read_signature,
-)
+from rich.console import Console
+
+from modelyard.base.terminal import format_bytes, plain_table
+from modelyard.exporter.bench.measure import Plan, Subject, bench, choose_batches, read_signature
 from modelyard.exporter.errors import ExportError, UsageError
-from modelyard.exporter.prove.calibration import DOUBTFUL
-from modelyard.exporter.prove.loss import MAX_LOSS
+from modelyard.exporter.prove.loss import DOUBTFUL, MAX_LOSS
 from modelyard.exporter.prove.parity import ExportReport, publish
 from modelyard.exporter.refusals import check_request
 from modelyard.exporter.request import STATIC, ExportRequest, command_of
@@ -29,6 +24,7 @@ from modelyard.exporter.trip import run
 # An artifact that is this much larger than the smallest may be chosen, if it is faster.
 _AS_SMALL = 1.1
 _ROUNDS, _CELL_S = 3, 0.6
+_WIDTH = 200
 
 
 @dataclass(frozen=True)
@@ -98,11 +94,7 @@ def _timed(tried: list[_Candidate]) -> list[_Candidate]:
         signature = read_signature(reports[0].artifact)
     except UsageError:  # nothing made up is a valid input
         return tried
-    subjects = [
-        replace(subject, name=report.artifact.parent.name)
-        for report in reports
-        for subject in choose_subjects([report.artifact], None, None, {})
-    ]
+    subjects = [Subject(each.artifact.parent.name, "onnx", each.artifact) for each in reports]
     batches = choose_batches(signature, ())
     found = bench(
         Plan(tuple(subjects), signature, batches, threads=(1,), rounds=_ROUNDS, cell_s=_CELL_S)
@@ -129,13 +121,13 @@ def _choose(tried: list[_Candidate], most: float) -> _Candidate:
 def _table(tried: list[_Candidate], chosen: _Candidate, most: float) -> list[str]:
     """Return the lines of a table, aligned, and a last one that says why."""
     batches = tried[0].latencies_ms
-    heads = ["", "", "size", *(f"batch {size}" for size in batches)]
+    heads = ["size", *(f"batch {size}" for size in batches)]
     heads += ["R2", "worst error", "equal labels", "loss", "rows"]
-    rows = [heads]
+    table = plain_table(("", "left"), ("", "left"), *((head, "right") for head in heads))
     for each in tried:
         mark = "->" if each is chosen else ""
         if each.report is None:
-            rows.append([mark, each.name, "refused"])
+            table.add_row(mark, each.name, "refused")
             continue
         times = ["" if ms is None else f"{ms:.3g} ms" for ms in map(each.latencies_ms.get, batches)]
         losses = each.report.parity.losses.values()
@@ -149,15 +141,11 @@ def _table(tried: list[_Candidate], chosen: _Candidate, most: float) -> list[str
                 f"{worst.loss:.2%}",
                 str(worst.rows),
             ]
-        rows.append([mark, each.name, format_bytes(each.report.artifact_bytes), *times, *figures])
-    widths = [max(len(row[at]) for row in rows if at < len(row)) for at in range(len(heads))]
-    lines = [
-        "  ".join(
-            text.ljust(width) if at < 2 else text.rjust(width)
-            for at, (text, width) in enumerate(zip(row, widths, strict=False))
-        ).rstrip()
-        for row in rows
-    ]
+        table.add_row(mark, each.name, format_bytes(each.report.artifact_bytes), *times, *figures)
+    console = Console(width=_WIDTH, color_system=None)
+    with console.capture() as drawn:
+        console.print(table)
+    lines = [line.rstrip() for line in drawn.get().splitlines()]
     lines += [f"{each.name}: {each.problem}" for each in tried if each.problem]
     for each in tried:
         if each.report is not None and each is not chosen:

@@ -11,7 +11,6 @@ import json
 import re
 import sys
 import tempfile
-import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from modelyard.base.nearest import nearest
+from modelyard.exporter.classes import MODEL_FORM
 from modelyard.exporter.errors import (
     ArgumentsKnown,
     CheckpointError,
@@ -31,19 +31,18 @@ from modelyard.exporter.errors import (
     UsageError,
     cause,
 )
+from modelyard.exporter.formats.diagnose import find_place
 from modelyard.exporter.formats.from_onnx import open_onnx_file
 from modelyard.exporter.formats.to_exported_program import open_program
-from modelyard.exporter.ingest import Checkpoint, read_checkpoint
+from modelyard.exporter.ingest import ONNX, PROGRAM, Checkpoint, read_checkpoint
 from modelyard.exporter.ingest.hugging_face import (
     build_hugging_face,
     library_factory,
     quiet_and_offline,
 )
 from modelyard.exporter.ingest.plain import Placeholder
-from modelyard.exporter.ingest.single_file import ONNX, PROGRAM
 from modelyard.exporter.ingest.value import KEYS_SHOWN, fit_names, list_shown, place_of
 
-MODEL_FORM = "file.py:Class, package.module:Class or package.module:factory"
 # Packages whose class methods do not make a network with random weights.
 _BASES = frozenset(("torch", "lightning", "pytorch_lightning", "transformers", "builtins"))
 
@@ -91,8 +90,7 @@ def open_model(
     file, is_described = f'"{checkpoint.path.name}"', checkpoint.kind == "Hugging Face folder"
     if checkpoint.kind == ONNX and model is not None:
         raise UsageError(
-            f"--model {model}: {file} is a program, whose weights have lost their names in the "
-            "class; leave --model out"
+            f"--model {model}: {file} is a program, whose class is not known; leave --model out"
         )
     if task is not None and model is not None:
         raise UsageError(f"--task {task} chooses the class; leave --model {model} out")
@@ -145,7 +143,7 @@ def _open_without_model(
     checkpoint: Checkpoint, model_args: Mapping[str, Any], trust: bool
 ) -> Iterator[nn.Module]:
     """Build the model from what the checkpoint itself says of its class."""
-    is_whole = checkpoint.module is not None or checkpoint.kind in (PROGRAM, ONNX)
+    is_whole = checkpoint.module is not None or checkpoint.is_program
     if is_whole and model_args:
         raise UsageError(
             f'--model-args: "{checkpoint.path.name}" is a whole module, which takes no '
@@ -159,9 +157,19 @@ def _open_without_model(
         with open_onnx_file(checkpoint.program or checkpoint.path) as built:
             yield built
     elif trust and checkpoint.kind.startswith("TorchServe") and len(checkpoint.sources) == 1:
-        with _archived_class(checkpoint, model_args) as built:
-            load_weights(built, checkpoint, type(built).__name__)
-            yield built
+        ((name, text),) = checkpoint.sources.items()
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / Path(name).name
+            file.write_text(text, encoding="utf-8")
+            with _importable(file.parent):
+                found = _own_classes(_import_model(file))
+            if len(found) != 1:
+                raise ModelError(
+                    f"{name} of the archive defines {len(found)} nn.Module classes; expected one: "
+                    "give --model"
+                )
+            with open_model(checkpoint, f"{file}:{found[0]}", model_args) as built:
+                yield built
     else:
         hint = checkpoint.class_hint
         seen = f'{hint.source} says "{hint.name}"' if hint else "it does not say of which"
@@ -169,25 +177,6 @@ def _open_without_model(
             f'"{checkpoint.path.name}" holds the weights of a class ({checkpoint.kind}; {seen}); '
             f"give the class with --model {MODEL_FORM}"
         )
-
-
-@contextmanager
-def _archived_class(checkpoint: Checkpoint, model_args: Mapping[str, Any]) -> Iterator[nn.Module]:
-    """Import the model file of a trusted archive and build its one class."""
-    ((file, text),) = checkpoint.sources.items()
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / Path(file).name
-        source.write_text(text, encoding="utf-8")
-        with _importable(Path(folder)):
-            module = _import_model(source)
-            names = _own_classes(module)
-            if len(names) != 1:
-                raise ModelError(
-                    f"{file} of the archive defines {len(names)} nn.Module classes; expected one: "
-                    "give --model"
-                )
-            factory = _factory(module, source.name, names[0])
-            yield _make(factory, source.name, names[0], model_args)
 
 
 def split_model(model: str) -> tuple[Path | str, str]:
@@ -237,10 +226,10 @@ def _import_model(source: Path | str) -> ModuleType:
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module  # classes are looked up through it while it is being run
-        with _named_failure(source.name, source):
+        with _named_failure(source.name):
             spec.loader.exec_module(module)
         return module
-    with _named_failure(f"module {source}", None):
+    with _named_failure(f"module {source}"):
         return importlib.import_module(source)
 
 
@@ -264,10 +253,8 @@ def _make(
 ) -> nn.Module:
     """Call a class or function of the author's, which has to give a network."""
     given = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
-    module = sys.modules.get(getattr(factory, "__module__", None) or "")
-    file = getattr(module, "__file__", None)
     try:
-        with _named_failure(f"{name}({given})", file and Path(file)):
+        with _named_failure(f"{name}({given})"):
             model = factory(**arguments)
     except ModelError as error:
         if not (makers := _class_methods(factory)):
@@ -321,8 +308,7 @@ def _check_required(
     values = ", ".join(f'"{key}": …' for key in missing)
     if found := _read_off(factory, missing, arguments, checkpoint):
         raise ArgumentsKnown(
-            f"{name}() needs {', '.join(missing)}, which the shapes of the weights say",
-            found,
+            f"{name}() needs {', '.join(missing)}, which the shapes of the weights say", found
         )
     own = [key for key in missing if all(n.startswith(f"{key}.") for n in checkpoint.tensors)]
     inside = f"; or name the class of {own[0]}, whose weights these are" if own else ""
@@ -367,7 +353,7 @@ def _own_classes(module: ModuleType) -> list[str]:
 
 
 @contextmanager
-def _named_failure(what: str, file: Path | None) -> Iterator[None]:
+def _named_failure(what: str) -> Iterator[None]:
     """Turn whatever the author's code raises into one line that names the file and line."""
     try:
         yield
@@ -375,18 +361,12 @@ def _named_failure(what: str, file: Path | None) -> Iterator[None]:
         raise
     # The author's code may fail in any way; a script without a main guard even ends the process.
     except (Exception, SystemExit) as error:
+        place = find_place(error)
+        if isinstance(error, SyntaxError) and error.filename:
+            place = f" at {Path(error.filename).name}:{error.lineno}"
         raise ModelError(
-            f"{what} fails{_place(error, file)}: {cause(error)}; "
-            "it must import and build the model without error"
+            f"{what} fails{place}: {cause(error)}; it must import and build the model without error"
         ) from error
-
-
-def _place(error: BaseException, file: Path | None) -> str:
-    if isinstance(error, SyntaxError) and error.filename:
-        return f" at {Path(error.filename).name}:{error.lineno}"
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if file and Path(frame.filename) == file]
-    return f" at {file.name}:{lines[-1]}" if file and lines else ""
 
 
 # -- hyper-parameters of the checkpoint → arguments of the class ---------------------------------

@@ -13,13 +13,14 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
 from modelyard.base.exits import describe_exit
 from modelyard.base.threads import thread_environment
+from modelyard.exporter.errors import cause
 
 _LAST_WORDS_BYTES = 64 * 1024
 
@@ -131,16 +132,16 @@ class Child:
             )
         return self._process
 
-    def ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the answer to a question.
+    def ask(self, method: str, **arguments: Any) -> dict[str, Any]:
+        """Return what a method of the object in the process gives; "error" is why it failed.
 
         Raises:
-            ChildEnded: there is none.
+            ChildEnded: there is no answer.
         """
         process = self._process or self.start()
         assert process.stdin is not None and process.stdout is not None
         try:
-            process.stdin.write(json.dumps(question) + "\n")
+            process.stdin.write(json.dumps({"method": method, **arguments}) + "\n")
             process.stdin.flush()
             answer: dict[str, Any] = json.loads(process.stdout.readline())
         except (OSError, ValueError) as error:
@@ -174,8 +175,8 @@ class Child:
         return next((line for line in reversed(lines) if line.strip()), "no message")
 
 
-def answer_questions(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Answer every line of stdin inside the process, until it ends.
+def answer_questions(methods: object) -> None:
+    """Answer every line of stdin inside the process by a method of an object, until it ends.
 
     What libraries print on stdout goes to stderr: stdout is for the answers alone.
     """
@@ -183,5 +184,11 @@ def answer_questions(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None
     os.dup2(2, 1)
     with answers:
         for line in sys.stdin:
-            answers.write(json.dumps(answer(json.loads(line))) + "\n")
+            question = json.loads(line)
+            try:
+                answer = getattr(methods, question.pop("method"))(**question) or {}
+            # Every backend fails in its own ways, and the author's code in any.
+            except Exception as error:
+                answer = {"error": cause(error)}
+            answers.write(json.dumps(answer) + "\n")
             answers.flush()

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from modelyard.exporter.checkpoint import MODEL_FORM
 from modelyard.exporter.errors import UsageError
 from modelyard.exporter.ingest import Checkpoint
 from modelyard.exporter.request import ExportRequest, paste
 
+MODEL_FORM = "file.py:Class, package.module:Class or package.module:factory"
 MAX_SOURCE_BYTES = 1 << 20
 MAX_FILES = 200
 _SHOWN = 5
@@ -51,7 +51,8 @@ def classes_in(file: Path) -> list[FoundClass]:
     found = []
     for name, node in own.items():
         lineage = _lineage(node, own)
-        if not name.startswith("_") and any(_is_network(each) for each in lineage):
+        bases = [_last(base) for each in lineage for base in each.bases]
+        if not name.startswith("_") and any(base.endswith(_NETWORKS) for base in bases):
             parts = frozenset(part for each in lineage for part in _parts(each))
             takes = next(filter(None, map(_takes, lineage)), ())
             found.append(FoundClass(file, name, parts, takes))
@@ -78,10 +79,6 @@ def _lineage(node: ast.ClassDef, own: dict[str, ast.ClassDef]) -> list[ast.Class
                 found.append(other)
                 waiting.append(other)
     return found
-
-
-def _is_network(node: ast.ClassDef) -> bool:
-    return any(_last(base).endswith(_NETWORKS) for base in node.bases)
 
 
 def _last(node: ast.expr) -> str:

@@ -1,15 +1,19 @@
-"""The command `modelyard export`."""
+"""The commands `modelyard export`, `inspect` and `bench`."""
 
 import gc
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 from modelyard.base.terminal import described_arguments, format_bytes, out, plain_table, step_bar
 from modelyard.base.threads import thread_environment
@@ -17,8 +21,6 @@ from modelyard.exporter.errors import ExportError, PartialExportError, UsageErro
 from modelyard.exporter.request import FLAGS, export
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from modelyard.exporter import ExportReport
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -104,7 +106,8 @@ def export_command(
         # What the author's code prints must not end up in the JSON.
         with step_bar() as progress, redirect_stdout(sys.stderr):
             try:
-                reports = export(**given, tell=_tell, progress=progress)
+                tell = partial(typer.echo, err=True)
+                reports = export(**given, tell=tell, progress=progress)
             except PartialExportError as error:
                 reports, failures = error.reports, error.failures
     for line in _notes(reports):
@@ -189,10 +192,6 @@ def _announce(name: str, imports: Sequence[str]) -> None:
     typer.echo(f'trusted: "{name}" will import and may run {", ".join(imports)}', err=True)
 
 
-def _tell(line: str) -> None:
-    typer.echo(line, err=True)
-
-
 @contextmanager
 def exit_codes(where: str = "", *others: type[Exception]) -> Iterator[None]:
     """Turn an error that is known into one line, and exit code 2 for wrong usage, else 1.
@@ -222,7 +221,7 @@ def read_model_args(text: str) -> dict[str, Any]:
     raise UsageError(f"--model-args {text} is not a JSON object, {seen}; {expected}")
 
 
-def _table(reports: "list[ExportReport]") -> "Table":
+def _table(reports: "list[ExportReport]") -> Table:
     table = plain_table(
         *(("format", "left"), ("file", "left"), ("size", "right")),
         *(("max_abs", "right"), ("batches", "right"), ("verdict", "left")),
@@ -252,3 +251,251 @@ def _branches(report: "ExportReport") -> list[str]:
     """Return the author's lines at which a trace kept one way of several."""
     found: Any = report.details.get("warnings", ())
     return list(dict.fromkeys(":".join(text.split(":")[:2]) for text in found))
+
+
+# -- modelyard inspect -----------------------------------------------------------------------------
+
+inspect_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+_PIPE_COLUMNS = 500
+_TEXT_SHOWN = 160
+
+
+@inspect_app.command("inspect")
+def inspect_command(
+    path: Annotated[
+        Path, typer.Argument(metavar="FILE|FOLDER", help="Checkpoint, artifact or archive.")
+    ],
+    weights_key: Annotated[
+        str | None, option("Path of the weights to list, where there are several, as in ema.model.")
+    ] = None,
+    ema: Annotated[bool, option("List the averaged weights.", "--ema")] = False,
+    top: Annotated[int, option("How many tensors to list, the largest; 0 is all.", min=0)] = 20,
+    as_json: Annotated[bool, option("Print everything as one JSON object.", "--json")] = False,
+    graph: Annotated[
+        bool, option("Open its graph in Netron or Model Explorer, until Ctrl-C.", "--graph")
+    ] = False,
+) -> None:
+    """Describe a checkpoint, an artifact or an archive; none of its code runs.
+
+    Checkpoints: files of torch.save, safetensors, and the folders of Lightning, Hugging Face,
+    Determined, DeepSpeed, torch.distributed and others. Artifacts: pt2, ONNX, TorchScript.
+    Archives: .mar.
+
+    For example:
+
+        modelyard inspect runs/last.ckpt --top 5
+
+    Exit codes: 0 described; 1 it cannot be read, and why; 2 wrong usage.
+    """
+    # Here, not above: importing torch takes a second that `modelyard --help` need not wait.
+    from modelyard.exporter.inspection import describe, show_graph
+    from modelyard.handlers.errors import LoadError
+
+    with exit_codes():
+        description = describe(path, weights_key, ema=ema)
+    if as_json:
+        typer.echo(json.dumps(description, indent=2, allow_nan=False))
+    else:
+        _print(description, top)
+    if graph:
+        with exit_codes("--graph: ", LoadError):
+            show_graph(path, partial(typer.echo, err=True))
+
+
+def _print(description: Mapping[str, Any], top: int) -> None:
+    # Rich takes 80 columns for what is not a terminal and would fold names.
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_COLUMNS)
+    for part in (_summary(description), *_details(description), *_tensor_tables(description, top)):
+        console.print(part)
+    for name in description.get("refused", []):
+        console.print(f"[red]refused[/red] {escape(name)}: not imported")
+    for note in description.get("notes", []):
+        console.print(f"[yellow]note[/yellow] {escape(note)}")
+
+
+def _summary(description: Mapping[str, Any]) -> Table:
+    weights, model = description.get("weights") or {}, description.get("model") or {}
+    hint = description.get("class")
+    signed = "yes; `modelyard verify --public-key` checks it" if model.get("is_signed") else None
+    pins = [str(pin).partition(" ")[0] for pin in model.get("requirements", ())]
+    others = (weights.get("alternatives") or {}).items()
+    rows: Mapping[str, Any] = {
+        "file": description["file"],
+        description["what"]: description["kind"],
+        "writer": _joined(" ", description.get("writer"), description.get("writer_version")),
+        "read by": description.get("loader"),
+        "model": _joined(" ", model.get("name"), model.get("version")),
+        "digest": model.get("digest"),
+        "signed": signed,
+        "handler": model.get("handler"),
+        "artifact": (description.get("serialized") or {}).get("name"),
+        "explained by": model.get("explained_by"),
+        "golden requests": model.get("golden_requests"),
+        "requires": _joined(", ", *pins),
+        "class": hint and f"{hint['name']} ({hint['source']})",
+        "weights at": weights.get("key"),
+        "other weights": _joined(", ", *(f"{key} ({n:,} parameters)" for key, n in others)),
+        "averaged weights": weights.get("ema_key"),
+        "parameters": f"{weights['parameters']:,}" if weights else None,
+        "size": format_bytes(weights.get("size_bytes") or None),
+        "dtypes": _joined(", ", *(f"{k} × {n}" for k, n in description.get("dtypes", {}).items())),
+        "stripped": _joined(", ", *weights.get("prefixes_stripped", ())),
+        "tied": _joined("; ", *(" = ".join(names) for names in weights.get("tied", ()))),
+        "not finite": _joined(", ", *weights.get("non_finite", ())),
+        "takes": _joined(", ", *description.get("takes", ())),
+        "batches": description.get("batching"),
+        "operators": description.get("operators"),
+        "opset": _joined(", ", *description.get("opset", ())),
+    }
+    table = plain_table(("", "left"), ("", "left"), show_header=False)
+    for name, value in rows.items():
+        if value not in (None, "", []):
+            style = "bold red" if name == "not finite" else "bold"
+            table.add_row(f"[{style}]{name}[/{style}]", _cell(value))
+    return table
+
+
+def _details(description: Mapping[str, Any]) -> Iterable[Table]:
+    for key in ("hyper_parameters", "training", "labels", "dims"):
+        if description.get(key):
+            table = plain_table((key.replace("_", "-"), "left"), ("", "left"))
+            for name, value in list(description[key].items())[:40]:
+                table.add_row(escape(str(name)), _cell(value))
+            yield table
+    for key in ("inputs", "outputs"):
+        if description.get(key):
+            table = plain_table((key, "left"), ("dtype", "left"), ("shape", "left"))
+            for value in description[key]:
+                table.add_row(escape(str(value["name"])), value["dtype"], _shape(value["shape"]))
+            yield table
+    if description["what"] == "archive" or len(description.get("files", ())) > 1:
+        table = plain_table(("file", "left"), ("bytes", "right"), ("sha256", "left"))
+        for file in description["files"]:
+            table.add_row(escape(file["name"]), f"{file['size_bytes']:,}", file["sha256"][:12])
+        yield table
+
+
+def _tensor_tables(description: Mapping[str, Any], top: int) -> Iterable[Table]:
+    tensors = shown = description.get("tensors") or []
+    if not tensors:
+        return
+    heading = f"tensor ({len(tensors)})"
+    if top and len(tensors) > top:
+        shown = sorted(tensors, key=lambda tensor: -(tensor["size_bytes"] or 0))[:top]
+        heading = f"tensor (the {top} largest of {len(tensors)})"
+    table = plain_table((heading, "left"), ("dtype", "left"), ("shape", "left"), ("size", "right"))
+    for tensor in shown:
+        size, name = format_bytes(tensor["size_bytes"]), escape(tensor["name"])
+        table.add_row(name, tensor["dtype"], _shape(tensor["shape"]), size)
+    total = sum(tensor["size_bytes"] or 0 for tensor in tensors)
+    table.add_row("[bold]total[/bold]", "", "", f"[bold]{format_bytes(total)}[/bold]")
+    yield table
+
+
+def _cell(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return escape(text if len(text) <= _TEXT_SHOWN else f"{text[:_TEXT_SHOWN]}…")
+
+
+def _shape(shape: Iterable[Any]) -> str:
+    return escape(f"[{', '.join(str(size) for size in shape)}]")
+
+
+def _joined(between: str, *parts: Any) -> str:
+    return between.join(str(part) for part in parts if part)
+
+
+# -- modelyard bench -------------------------------------------------------------------------------
+
+bench_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@bench_app.command("bench")
+def bench_command(
+    artifacts: Annotated[
+        list[Path] | None, typer.Argument(metavar="ARTIFACT", help="Artifacts of any format.")
+    ] = None,
+    checkpoint: Annotated[Path | None, option("Measure its model too; needs --model.")] = None,
+    model: Annotated[str | None, option("Class of the checkpoint, as for export.")] = None,
+    model_args: Annotated[str, option("Keyword arguments of the class, a JSON object.")] = "{}",
+    inputs: Annotated[
+        _Texts, option("As for export. Default: what the last report says.", "--input")
+    ] = None,
+    batch: Annotated[str | None, option("Batch sizes, as 1,8; default: 1 and most.")] = None,
+    threads: Annotated[str, option("Thread counts, as 1,2.")] = "1",
+    size: Annotated[_Texts, option("Size of another dim, as length=128; default: most.")] = None,
+    rounds: Annotated[int, option("Turns that each subject takes.", min=1)] = 5,
+    seconds: Annotated[float, option("Time per subject, threads and batch.", min=0.0)] = 2.0,
+    device: Annotated[str, option(r"cpu or cuda\[:N].")] = "cpu",
+    compiled: Annotated[
+        bool, option("Measure torch.compile too.", "--compile/--no-compile")
+    ] = True,
+    as_json: Annotated[bool, option("Print the figures as JSON.", "--json")] = False,
+    html: Annotated[Path | None, option("Write a page with tables and plots.")] = None,
+    profile: Annotated[Path | None, option("Folder for traces, for Perfetto.")] = None,
+) -> None:
+    r"""Measure artifacts, and the checkpoint they came from, on this machine.
+
+    Each runs in a fresh process of its own per thread count, all in turns. Figures: latency (p50,
+    p99), items per second, peak memory, load time, file size, parameters, operations, and the
+    largest difference of an output to the first subject.
+
+    For example:
+
+        modelyard bench build/digits.pt2 build/digits.onnx --checkpoint digits.pt \
+            --model net.py:DigitsNet --batch 1,8 --threads 1,2 --html bench.html
+
+    Exit codes: 0 measured; 1 nothing could be measured; 2 wrong usage.
+    """
+    # Here, not above: importing torch takes a second that `--help` need not wait.
+    from modelyard.exporter.arguments import read_inputs
+    from modelyard.exporter.bench import measure
+    from modelyard.exporter.bench.report import bench_table, write_bench_page
+    from modelyard.exporter.trip import read_device
+
+    with exit_codes():
+        arguments = read_model_args(model_args)
+        read_device(device)
+        subjects = measure.choose_subjects(
+            artifacts or [], checkpoint, model, arguments, compiled=compiled
+        )
+        if not inputs and not artifacts:
+            raise UsageError("--checkpoint alone does not state its inputs; give --input")
+        signature = read_inputs(inputs) if inputs else measure.read_signature(subjects[-1].path)
+        plan = measure.Plan(
+            subjects=subjects,
+            signature=measure.fix_sizes(signature, dict(map(_dim_size, size or []))),
+            batches=measure.choose_batches(signature, _numbers("--batch", batch)),
+            threads=tuple(dict.fromkeys(_numbers("--threads", threads))),
+            rounds=rounds,
+            cell_s=seconds,
+            device=device,
+            profile=profile,
+        )
+        if profile is not None:
+            profile.mkdir(parents=True, exist_ok=True)
+        with step_bar() as progress:
+            report = measure.bench(plan, progress)
+        if html is not None:
+            write_bench_page(report, html)
+    if as_json:
+        typer.echo(json.dumps(report.to_json(), indent=2, allow_nan=False))
+    else:
+        out.print(bench_table(report))
+    if all(cell.error for cell in report.cells):
+        raise typer.Exit(1)
+
+
+def _numbers(option: str, text: str | None) -> list[int]:
+    parts = [part.strip() for part in text.split(",")] if text is not None else []
+    if not all(part.isdecimal() and 0 < int(part) < 10**6 for part in parts):
+        raise UsageError(f'{option} "{text}" is not a list of numbers; expected such as 1,8')
+    return [int(part) for part in parts]
+
+
+def _dim_size(text: str) -> tuple[str, int]:
+    name, equals, number = text.partition("=")
+    if not name or not equals or not number.isdecimal() or int(number) < 1:
+        raise UsageError(f'--size "{text}" is not a size of a dim; expected such as length=128')
+    return name, int(number)

@@ -2,12 +2,15 @@
 
 Nothing that a file holds is run: weights come from `ingest`, a program's description from its own
 JSON or protobuf, an archive's from its manifest. What `modelyard verify` refuses of an archive
-before it runs anything is refused here too.
+before it runs anything is refused here too. Its graph is shown by a viewer of somebody else.
 """
 
+import importlib.util
 import math
+import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +23,11 @@ from modelyard.archiver.report import read_report
 from modelyard.archiver.signature import Signature
 from modelyard.archiver.untrusted.json import parse_json
 from modelyard.archiver.untrusted.names import MANIFEST_NAME, SIGNING_NAME
-from modelyard.exporter.errors import CheckpointError
-from modelyard.exporter.ingest import Checkpoint
-from modelyard.exporter.ingest.exported_program import read_exported_program
+from modelyard.exporter.errors import CheckpointError, ExportError, UsageError
+from modelyard.exporter.ingest import Checkpoint, choose, parse_checkpoint, take_weights
+from modelyard.exporter.ingest.exported_program import PROGRAM, read_exported_program
 from modelyard.exporter.ingest.folders import checked_archive, read_weights, serialized_source
+from modelyard.exporter.ingest.kinds import danger_notes
 from modelyard.exporter.ingest.onnx_file import (
     Value,
     dtype_of,
@@ -33,11 +37,11 @@ from modelyard.exporter.ingest.onnx_file import (
     parse_onnx,
 )
 from modelyard.exporter.ingest.plain import Placeholder
-from modelyard.exporter.ingest.read import choose, parse_checkpoint, take_weights
-from modelyard.exporter.ingest.single_file import danger_notes
 from modelyard.exporter.ingest.source import Source, sniff, sniff_source
-from modelyard.exporter.ingest.torchscript import read_script
-from modelyard.exporter.ingest.value import count_parameters, digest_files
+from modelyard.exporter.ingest.torch_file import read_script
+from modelyard.exporter.ingest.value import ParsedCheckpoint, count_parameters, digest_files
+from modelyard.handlers.judge.check import load_program
+from modelyard.handlers.models.backends import detect_format
 
 _MAX_DEPTH = 12
 _MAX_ITEMS = 1000
@@ -114,42 +118,37 @@ def _checkpoint(checkpoint: Checkpoint, notes: tuple[str, ...]) -> dict[str, Any
     }
 
 
-def _artifact(*head: str | None, **more: Any) -> dict[str, Any]:
-    """Return what is known of an artifact: kind, writer, its version, loader, and the rest."""
-    names = ("kind", "writer", "writer_version", "loader")
-    return {"what": "artifact", **dict(zip(names, head, strict=True)), "refused": [], **more}
-
-
-def _program(source: Source) -> dict[str, Any]:
-    program = read_exported_program(source)
-    schema = program.schema_version
-    return _artifact(
-        *("exported program", "torch.export", program.torch_version, "json"),
-        **_weights(program.tensors),
-        inputs=[dict(value) for value in program.inputs],
-        outputs=[dict(value) for value in program.outputs],
-        dims={name: dict(span) for name, span in program.dims.items()},
-        operators=program.operators,
-        refused=list(program.refused),
-        notes=[
+def _artifact(parsed: ParsedCheckpoint) -> dict[str, Any]:
+    """Return what is known of an artifact of torch's."""
+    tensors, hint = parsed.weights[""].tensors, parsed.class_hint
+    about = dict(parsed.about)
+    schema = about.pop("schema_version", None)
+    return {
+        **_head(*(getattr(parsed, name) for name in _HEAD)),
+        **({"class": vars(hint)} if hint else {}),
+        "weights": {
+            "parameters": count_parameters(tensors.values()),
+            "size_bytes": sum(tensor.nbytes for tensor in tensors.values()),
+        },
+        **_tensors(tensors),
+        **about,
+        "refused": list(parsed.refused),
+        "notes": [
             *([f"schema version {schema}"] if schema else []),
-            *(f"not safe to load: {finding}" for finding in program.findings),
-            *danger_notes(program.refused),
+            *(f"not safe to load: {finding}" for finding in parsed.findings),
+            *danger_notes(parsed.refused),
+            *([_DEPRECATED] if "code" in about else []),
+            *parsed.notes,
         ],
-    )
+    }
 
 
-def _script(source: Source) -> dict[str, Any]:
-    script = read_script(source)
-    text = "the program's text"
-    advice = "TorchScript is deprecated upstream: serve it, and export anew to pt2 or onnx"
-    return _artifact(
-        *(script.kind, "torch.jit", None, "inert"),
-        **_weights(script.tensors) | {"class": {"name": script.class_name, "source": text}},
-        code=sorted(script.code),
-        extra=list(script.extra),
-        notes=[advice, *script.notes],
-    )
+_HEAD = ("kind", "writer", "writer_version", "loader")
+_DEPRECATED = "TorchScript is deprecated upstream: serve it, and export anew to pt2 or onnx"
+
+
+def _head(*known: str | None) -> dict[str, Any]:
+    return {"what": "artifact", **dict(zip(_HEAD, known, strict=True)), "refused": []}
 
 
 def _onnx(source: Source) -> dict[str, Any]:
@@ -157,26 +156,25 @@ def _onnx(source: Source) -> dict[str, Any]:
     graph = model.graph
     tensors = [_onnx_tensor(tensor) for tensor in graph.initializer]
     outside = sorted({place for tensor in graph.initializer for place in locations(tensor)})
-    return _artifact(
-        *("ONNX", model.producer_name or None, model.producer_version or None, "protobuf"),
-        weights={
+    return {
+        **_head("ONNX", model.producer_name or None, model.producer_version or None, "protobuf"),
+        "weights": {
             "parameters": sum(math.prod(tensor["shape"]) for tensor in tensors),
             "size_bytes": None if outside else source.size,
         },
-        dtypes=dict(Counter(tensor["dtype"] for tensor in tensors)),
-        tensors=tensors,
-        inputs=[_onnx_value(value) for value in inputs_of(model)],
-        outputs=[_onnx_value(value) for value in outputs_of(model)],
-        operators=len(graph.node),
-        opset=[f"{each.domain or 'ai.onnx'} {each.version}" for each in model.opset_import],
-        notes=[_external_note(place) for place in outside],
-    )
-
-
-def _external_note(place: str) -> str:
-    is_plain = place == Path(place).name and "\\" not in place
-    where = "in a file beside it" if is_plain else "outside of its folder, which is refused"
-    return f'weights lie {where}: "{place}"'
+        "dtypes": dict(Counter(tensor["dtype"] for tensor in tensors)),
+        "tensors": tensors,
+        "inputs": [_onnx_value(value) for value in inputs_of(model)],
+        "outputs": [_onnx_value(value) for value in outputs_of(model)],
+        "operators": len(graph.node),
+        "opset": [f"{each.domain or 'ai.onnx'} {each.version}" for each in model.opset_import],
+        "notes": [
+            f'weights lie in a file beside it: "{place}"'
+            if place == Path(place).name and "\\" not in place
+            else f'weights lie outside of its folder, which is refused: "{place}"'
+            for place in outside
+        ],
+    }
 
 
 def _onnx_tensor(tensor: Any) -> dict[str, Any]:
@@ -259,12 +257,6 @@ def _dtype(tensor: Tensor) -> str:
     return name if is_dense else f"{name} ({str(tensor.layout).removeprefix('torch.')})"
 
 
-def _weights(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    size_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    counted = {"parameters": count_parameters(tensors.values()), "size_bytes": size_bytes}
-    return {"weights": counted, **_tensors(tensors)}
-
-
 def is_finite(tensor: Tensor) -> bool:
     """Return whether a tensor has neither NaN nor infinity, a part at a time."""
     if tensor.is_meta or tensor.is_quantized or tensor.is_nested:
@@ -305,4 +297,80 @@ def jsonable(value: Any, depth: int = 0) -> Any:
     return f"<{jsonable(type(value)) if isinstance(value, nn.Module) else type(value).__name__}>"
 
 
-_ARTIFACTS = {"exported program": _program, "TorchScript": _script, "ONNX": _onnx}
+_ARTIFACTS: Mapping[str, Callable[[Source], dict[str, Any]]] = {
+    PROGRAM: lambda source: _artifact(read_exported_program(source)),
+    "TorchScript": lambda source: _artifact(read_script(source)),
+    "ONNX": _onnx,
+}
+
+
+# -- an artifact in a graph viewer of somebody else, on this machine only --------------------------
+
+_HERE = "127.0.0.1"
+
+
+def show_graph(artifact: Path, announce: Callable[[str], None]) -> None:
+    """Open an artifact in Netron, else in Model Explorer, until Ctrl-C.
+
+    Raises:
+        ExportError: no viewer is installed that shows the format.
+        UsageError: the format keeps no graph.
+        LoadError: it is not an artifact, or an exported program holds more than a program.
+    """
+    format = detect_format(artifact)
+    if format == "aoti":
+        raise UsageError(f"{artifact.name} is native code, which has no graph; look at a pt2 file")
+    if importlib.util.find_spec("netron"):
+        announce(f"Netron: {start_netron(artifact)} until Ctrl-C")
+        with suppress(KeyboardInterrupt):
+            threading.Event().wait()
+    elif importlib.util.find_spec("model_explorer") and format != "torchscript":
+        _run_model_explorer(artifact, format)
+    else:
+        raise ExportError(
+            f"no viewer of {format} graphs is installed; run `pip install netron`"
+            + (", or `pip install ai-edge-model-explorer`" if format != "torchscript" else "")
+        )
+
+
+def start_netron(artifact: Path, *, browse: bool = True) -> str:
+    """Serve an artifact in Netron until this process ends; return the page's address."""
+    import netron
+
+    host, port = netron.start(str(artifact), address=(_HERE, 0), browse=browse)
+    return f"http://{host}:{port}"
+
+
+def _run_model_explorer(artifact: Path, format: str) -> None:
+    import model_explorer  # type: ignore[import-not-found]
+
+    config = model_explorer.config()
+    if format == "onnx":
+        config.add_model_from_path(str(artifact))
+    else:
+        config.add_model_from_pytorch(artifact.name, with_fixed_shapes(artifact))
+    model_explorer.visualize_from_config(config, host=_HERE)
+
+
+def with_fixed_shapes(artifact: Path) -> torch.export.ExportedProgram:
+    """Trace an exported program anew with sizes of two: Model Explorer cannot show others.
+
+    Raises:
+        UnsafeProgram: the file holds more than a program.
+    """
+    program = load_program(artifact)
+    inputs = tuple(
+        _example(node.meta["val"])
+        for node in program.graph.nodes
+        if node.op == "placeholder" and node.name in program.graph_signature.user_inputs
+    )
+    args, kwargs = torch.utils._pytree.tree_unflatten(inputs, program.call_spec.in_spec)
+    return torch.export.export(program.module(check_guards=False), args, kwargs)
+
+
+def _example(value: Any) -> Any:
+    """Return a value of the type that a placeholder was traced with, at a size of two."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    shape = [size if isinstance(size, int) else 2 for size in value.shape]
+    return torch.zeros(shape, dtype=value.dtype, device=value.device)

@@ -85,10 +85,7 @@ def _problems(request: ExportRequest) -> Iterator[str]:
     if request.dtype not in (None, "fp32"):
         yield f"--quantize {quantize} starts from float32; leave --dtype {request.dtype} out"
     if quantize == STATIC and request.generate:
-        yield (
-            f"--quantize {STATIC} does not go with --generate, which takes no samples; use "
-            "int8-dynamic"
-        )
+        yield f"--quantize {STATIC} does not go with --generate, without samples; use int8-dynamic"
     if quantize == STATIC and not request.samples:
         yield (
             f"--quantize {STATIC} takes the ranges of values from real inputs; give --sample FILE "

@@ -32,7 +32,7 @@ from modelyard.exporter.errors import (
     propose_no_failed_format,
 )
 from modelyard.exporter.formats import (
-    rerun,
+    quantize,
     to_aoti,
     to_exported_program,
     to_onnx,
@@ -41,12 +41,12 @@ from modelyard.exporter.formats import (
 from modelyard.exporter.formats.diagnose import explain
 from modelyard.exporter.formats.from_onnx import file_of
 from modelyard.exporter.formats.guards import Guards
-from modelyard.exporter.ingest import ONNX, PROGRAM, Checkpoint, read_checkpoint
+from modelyard.exporter.ingest import ONNX, Checkpoint, read_checkpoint
 from modelyard.exporter.inputs.samples import as_request
 from modelyard.exporter.inputs.settle import Inputs, settle
-from modelyard.exporter.prove.calibration import doubts
 from modelyard.exporter.prove.checker import Checker
 from modelyard.exporter.prove.locate import first_difference
+from modelyard.exporter.prove.loss import doubts
 from modelyard.exporter.prove.parity import ExportReport, Parity, check, publish, sha256
 from modelyard.exporter.prove.reference import Reference, observe
 from modelyard.exporter.refusals import as_onnx, check_request
@@ -186,7 +186,8 @@ def _write_each(
 
     The process that checks imports its libraries while the first file is written.
     """
-    writers = _writers(request, reference, inputs)
+    writers, file = _writers(request, reference, inputs), file_of(reference.original)
+    is_quantized = request.quantize is not None or (file is not None and file.is_quantized)
     drafts: dict[str, _Draft] = {}
     failures: dict[str, ExportError] = {}
     with tempfile.TemporaryDirectory(dir=folder) as exchange, Checker(Path(exchange)) as checker:
@@ -197,8 +198,17 @@ def _write_each(
                 written = writers[format](draft)
                 _announce(request, _CHECK.format(draft.name))
                 trusted = written.get("trusted_operators", []) if request.announce else []
-                parity = _prove(
-                    request, format, draft, reference, checker, cast("list[str]", trusted)
+                parity = check(
+                    draft,
+                    format,
+                    reference,
+                    checker,
+                    device=request.device,
+                    tolerance=request.tolerance,
+                    is_quantized=is_quantized,
+                    locate=functools.partial(first_difference, draft, format, reference),
+                    trusted=cast("list[str]", trusted),
+                    tf32=request.tf32,
                 )
                 drafts[format] = draft, written, parity, _batching(reference, checker, parity)
             except ExportError as error:
@@ -208,30 +218,6 @@ def _write_each(
                 failures[format] = explain(error, _STAGES[format], reference.signature)
     propose_no_failed_format(failures)
     return drafts, failures
-
-
-def _prove(
-    request: ExportRequest,
-    format: str,
-    draft: Path,
-    reference: Reference,
-    checker: Checker,
-    trusted: Sequence[str],
-) -> Parity:
-    """Compare a written artifact with the checkpoint; its submodules too, where it differs."""
-    file = file_of(reference.original)
-    return check(
-        draft,
-        format,
-        reference,
-        checker,
-        device=request.device,
-        tolerance=request.tolerance,
-        is_quantized=request.quantize is not None or (file is not None and file.is_quantized),
-        locate=lambda case: first_difference(draft, format, reference, case),
-        trusted=trusted,
-        tf32=request.tf32,
-    )
 
 
 def _batching(reference: Reference, checker: Checker, parity: Parity) -> Batching:
@@ -313,11 +299,14 @@ def _writers(request: ExportRequest, reference: Reference, inputs: Inputs) -> di
 
     def trace(example: tuple[Tensor, ...]) -> tuple[ExportedProgram, Guards]:
         captured = to_exported_program.capture(model, signature, example)
-        sizes = to_exported_program.dynamic_sizes(captured, signature)
-        return captured, Guards(((dim, size) for dim, _, size in sizes), signature)
+        return captured, Guards(captured, signature)
 
-    def capture() -> ExportedProgram:
-        captured, guards = trace(example)
+    @functools.cache
+    def capture() -> ExportedProgram | ExportError:
+        try:
+            captured, guards = trace(example)
+        except ExportError as error:
+            return error
         if reference.plan.probes:  # values are made up at all
             if sizes := guards.larger():
                 made = make_inputs(signature, Probe("random", sizes))
@@ -325,11 +314,14 @@ def _writers(request: ExportRequest, reference: Reference, inputs: Inputs) -> di
                 with suppress(ConversionError):
                     captured, guards = trace(larger)
             reference.cases.why = guards.broken_at
-            reference.cases.add(guards.probes())
+            reference.cases.add_sizes(guards.probes())
             captured._guards_code = []  # each holds at every size of the range, or is tried
         return captured
 
-    program = _once(capture)
+    def program() -> ExportedProgram:
+        if isinstance(captured := capture(), ExportError):  # alike in each format
+            raise captured
+        return captured
 
     def write_onnx(path: Path) -> Mapping[str, object]:
         if (file := file_of(model)) is not None:
@@ -342,13 +334,13 @@ def _writers(request: ExportRequest, reference: Reference, inputs: Inputs) -> di
         shutil.copyfile(path, full)
         is_static = request.quantize == STATIC
         details |= (
-            to_onnx.quantize_static(path, signature, inputs.calibration)
+            quantize.quantize_static(path, signature, inputs.calibration)
             if is_static
-            else to_onnx.quantize(path)
+            else quantize.quantize_dynamic(path)
         )
         if request.exact_labels:
             samples = inputs.calibration if is_static else inputs.samples
-            details |= rerun.write(path, full, signature, samples, reference.run)
+            details |= quantize.run_undecided_again(path, full, signature, samples, reference.run)
         full.unlink()
         return details
 
@@ -358,25 +350,6 @@ def _writers(request: ExportRequest, reference: Reference, inputs: Inputs) -> di
         "torchscript": lambda path: to_torchscript.write(model, signature, example, path),
         "aoti": lambda path: to_aoti.write(program(), signature, path),
     }
-
-
-def _once(capture: Callable[[], ExportedProgram]) -> Callable[[], ExportedProgram]:
-    """Return what traces when it is first called, and fails alike each time."""
-
-    @functools.cache
-    def attempt() -> ExportedProgram | ExportError:
-        try:
-            return capture()
-        except ExportError as error:
-            return error
-
-    def get() -> ExportedProgram:
-        result = attempt()
-        if isinstance(result, ExportError):
-            raise result
-        return result
-
-    return get
 
 
 @contextmanager
@@ -404,6 +377,6 @@ def _model_name(request: ExportRequest, checkpoint: Checkpoint, module: nn.Modul
     """Return `--model` without its folder, or the class or program that the checkpoint names."""
     if request.model is not None:
         return rename_file(request.model, lambda source: Path(source).name)
-    if checkpoint.kind in (PROGRAM, ONNX):
+    if checkpoint.is_program:
         return checkpoint.path.name
     return f"{type(module).__module__}:{type(module).__qualname__}"

@@ -35,25 +35,16 @@ from modelyard.handlers.explain.attribute.attribution import Tensors, outputs_of
 from modelyard.handlers.explain.attribute.method import Choice
 from modelyard.handlers.explain.attribute.methods import METHODS
 from modelyard.handlers.explain.draw.bars import Bar
-from modelyard.handlers.explain.explainer import MOST_NUMBERED, Explainer, as_tuple
+from modelyard.handlers.explain.explainer import MOST_NUMBERED, Explainer
 from modelyard.handlers.explain.explanation import Explanation
 from modelyard.handlers.explain.request.options import ExplainOptions, Region, Row
 from modelyard.handlers.explain.request.targets import ExplainedModel, Target
 from modelyard.handlers.infer import run_tensors
 from modelyard.handlers.limits import check_stated
-from modelyard.handlers.models.backends import Artifact, Output, main_output
+from modelyard.handlers.models import rows
+from modelyard.handlers.models.backends import Artifact, Output, as_output, as_tuple, main_output
 from modelyard.handlers.models.folder import load_label_mapping, read_config, read_reference
 from modelyard.handlers.models.packed import PackedModel, open_packed
-from modelyard.handlers.models.rows import (
-    TopLabels,
-    probabilities_of,
-    read_flag,
-    read_numbers,
-    read_output_kind,
-    stack,
-    whole,
-    wrong_kind,
-)
 from modelyard.handlers.proof.agree import Rule
 from modelyard.handlers.proof.mutation import Mutation
 from modelyard.handlers.ranges import span
@@ -199,7 +190,7 @@ class BaseHandler:
         self.main_output = main.name if main else None
         self._output_sizes = main.shape if main else ()
         self.report = packed.report
-        if read_flag(BATCH_INVARIANT, self.model_yaml_config.get(BATCH_INVARIANT, False)):
+        if rows.read_flag(BATCH_INVARIANT, self.model_yaml_config.get(BATCH_INVARIANT, False)):
             self.model = self._as_invariant(packed)
         self.signature = (self.manifest.get("modelyard") or {}).get("signature")
         self.is_whole = self.signature is not None and not _have_rows(self.inputs)
@@ -214,7 +205,7 @@ class BaseHandler:
         self.mapping = load_label_mapping(folder)
         self._names_outputs = (folder / LABELS_FILE).is_file()
         self.config = read_config(folder)
-        self.stated_kind = read_output_kind(self.handler_settings)
+        self.stated_kind = rows.read_output_kind(self.handler_settings)
         self.output_kind = self.stated_kind or self.output_kind
         name = self.main_output or ""
         found = packed.report.probabilities if packed.report else {}
@@ -264,8 +255,8 @@ class BaseHandler:
         Raises:
             BadInput: a body that is not JSON, or numbers of another shape or beyond those stated.
         """
-        rows = [self._each(index, self._read_row, row) for index, row in enumerate(data)]
-        return self._gather(rows, range(len(rows)))
+        read = [self._each(index, self._read_row, row) for index, row in enumerate(data)]
+        return self._gather(read, range(len(read)))
 
     def inference(self, inputs: Inputs, *args: Any, **kwargs: Any) -> Output:
         """Run the model on a batch; no gradient is recorded."""
@@ -355,7 +346,7 @@ class BaseHandler:
 
         None where predictions give none, as where nothing says that the outputs are of classes.
         """
-        return probabilities_of(self.output_kind, scores)
+        return rows.probabilities_of(self.output_kind, scores)
 
     def mutations(self) -> Iterator[Mutation]:
         """Yield changes of what is around the model that golden requests ought to notice."""
@@ -371,7 +362,7 @@ class BaseHandler:
         `modelyard archive` asks for each of its examples.
         """
         main = main_output(outputs)
-        return self.wrong_labels(tuple(main.shape)) or wrong_kind(
+        return self.wrong_labels(tuple(main.shape)) or rows.wrong_kind(
             self.output_kind, self.stated_kind is not None, main
         )
 
@@ -565,8 +556,7 @@ class BaseHandler:
                 "stacked; set batchSize: 1 in model-config.yaml"
             )
         for spec in () if self.is_whole else self.inputs:
-            rows = spec.shape[0] if spec.shape else batch_size
-            if not fits(batch_size, rows):
+            if not fits(batch_size, spec.shape[0] if spec.shape else batch_size):
                 raise LoadError(
                     f"batchSize is {batch_size}, the artifact takes {spec}; set batchSize within "
                     "that range in model-config.yaml, or export with a wider one"
@@ -593,29 +583,29 @@ class BaseHandler:
             names = ", ".join(spec.name for spec in self.inputs)
             seen = f"the entries {', '.join(value)}" if isinstance(value, dict) else "no object"
             raise BadInput(f"the body holds {seen}; expected a JSON object with exactly: {names}")
-        return [read_numbers(spec, value[spec.name]) for spec in specs]
+        return [rows.read_numbers(spec, value[spec.name]) for spec in specs]
 
-    def _gather(self, rows: Sequence[Sequence[np.ndarray]], owners: Sequence[int]) -> Inputs:
+    def _gather(self, read: Sequence[Sequence[np.ndarray]], owners: Sequence[int]) -> Inputs:
         """Gather rows of each input into what the model takes.
 
         Args:
-            rows: rows of a batch, which are held to the values that the signature states.
+            read: rows of a batch, which are held to the values that the signature states.
             owners: which request each of them belongs to.
         """
         specs = self._row_specs
         if len(specs) > 1 or any(spec.values or spec.limits for spec in specs):
-            for owner, row in zip(owners, rows, strict=True):
+            for owner, row in zip(owners, read, strict=True):
                 given = [torch.from_numpy(each) for each in row]
                 self._each(owner, check_stated, specs, given, 1, self.made_by)
-        tensors = tuple(map(stack, self.inputs, zip(*rows, strict=True)))
+        tensors = tuple(map(rows.stack, self.inputs, zip(*read, strict=True)))
         if self.is_whole:
             tensors = tuple(tensor[0] for tensor in tensors)
-        return tensors[0] if len(tensors) == 1 else tensors
+        return as_output(tensors)
 
     @property
     def _row_specs(self) -> tuple[TensorSpec, ...]:
         """The inputs, of which a request is one place of the first dimension."""
-        return tuple(map(whole, self.inputs)) if self.is_whole else self.inputs
+        return tuple(map(rows.whole, self.inputs)) if self.is_whole else self.inputs
 
     def _read_options(self, index: int, row: Row) -> tuple[ExplainOptions, Row]:
         """Return what request `index` asks of its explanation, and the rest of it."""
@@ -632,12 +622,14 @@ class Classifier(BaseHandler):
 
     def __init__(self) -> None:
         super().__init__()
-        self.top_labels = TopLabels({}, self.label)
+        self.top_labels = rows.TopLabels({}, self.label)
 
     def initialize(self, context: Context) -> None:
         """Load the archive, and how its logits become answers."""
         super().initialize(context)
-        self.top_labels = TopLabels(self.handler_settings, self.label, self.config, self.found_kind)
+        self.top_labels = rows.TopLabels(
+            self.handler_settings, self.label, self.config, self.found_kind
+        )
         self.output_kind = self.top_labels.kind
         self.knows_kind |= any(key in self.handler_settings for key in ("output_kind", "function"))
 

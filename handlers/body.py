@@ -1,9 +1,9 @@
-"""A request's body → its content: the part that is meant, and strict JSON."""
+"""A request's body → its content: the part that is meant, strict JSON, a list of instances."""
 
-import base64
 import binascii
 import json
-from collections.abc import Mapping
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -106,10 +106,98 @@ def decode_base64(text: str, expected: str) -> bytes:
         BadInput: it is other text.
     """
     try:
-        return base64.b64decode(text, validate=False)
+        return b64decode(text, validate=False)
     except (binascii.Error, ValueError) as error:
         raise BadInput(f"the body is text but not base64 ({error}); send {expected}") from error
 
 
 def _is_empty(value: Any) -> bool:
     return isinstance(value, bytes | bytearray | str) and not value
+
+
+# -- KServe's first protocol, which is TensorFlow Serving's: instances → predictions, both JSON ----
+
+INSTANCES = "instances"
+MOST_INSTANCES = 0xFFFF
+"""Most instances of one request; each costs more memory than its text may have bytes."""
+
+
+def read_instances(
+    body: bytes | bytearray, read_json: Callable[[bytes | bytearray], Any] = parse_strictly
+) -> list[Any]:
+    """Return what a request holds, bytes where an instance is base64.
+
+    Raises:
+        BadInput: it is not such a request; the message names the field.
+    """
+    try:
+        head = read_json(body)
+    except (ValueError, RecursionError) as error:
+        raise BadInput(f"the body is not JSON: {error}") from error
+    given = head.get(INSTANCES) if isinstance(head, dict) else None
+    if not isinstance(given, list) or not 0 < len(given) <= MOST_INSTANCES:
+        seen = f"{len(given)} of them" if isinstance(given, list) else "none"
+        raise BadInput(
+            f'the body has {seen}; expected {{"instances": […]}} with a list of 1 to '
+            f"{MOST_INSTANCES}"
+        )
+    try:
+        return [decode_instance(each) for each in given]
+    except (binascii.Error, TypeError, ValueError) as error:
+        raise BadInput(f"an instance has b64 that is not base64: {error}") from error
+
+
+def decode_instance(value: Any) -> Any:
+    """Return an instance with bytes in place of {"b64": …}, itself or as one of its values.
+
+    Raises:
+        ValueError, TypeError: what stands there is not base64.
+    """
+    if not isinstance(value, dict):
+        return value
+    if _is_base64(value):
+        return b64decode(value["b64"])
+    return {
+        name: b64decode(each["b64"]) if _is_base64(each) else each for name, each in value.items()
+    }
+
+
+def _is_base64(value: Any) -> bool:
+    return isinstance(value, dict) and value.keys() == {"b64"}
+
+
+def as_prediction(answer: Any) -> Any:
+    """Return a handler's answer to one instance as JSON has it: bytes as base64."""
+    if isinstance(answer, bytes | bytearray):
+        return {"b64": b64encode(answer).decode()}
+    return answer
+
+
+def join_chunks(chunks: Sequence[Any]) -> Any:
+    """Return what a handler streamed, last answer included, in one: as text, bytes, or a list."""
+    for kind in (str, bytes):
+        if all(isinstance(chunk, kind) for chunk in chunks):
+            return kind().join(chunks)
+    return list(chunks)
+
+
+# -- headers that say what a client takes, and how gladly (RFC 9110, 12.4) -------------------------
+
+
+def weights_of(header: str) -> dict[str, float]:
+    """Return the weight of each name in an Accept or Accept-Encoding header, in lower case."""
+    weights = {}
+    for part in header.lower().split(","):
+        name, *parameters = (piece.strip() for piece in part.split(";"))
+        weights[name] = _weight(parameters)
+    return weights
+
+
+def _weight(parameters: list[str]) -> float:
+    for parameter in parameters:
+        if parameter.startswith("q="):
+            try:
+                return float(parameter[2:])
+            except ValueError:
+                return 0.0
+    return 1.0

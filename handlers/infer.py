@@ -26,19 +26,11 @@ import orjson
 from modelyard_client.tensors import BF16, BYTES, LENGTH_HEADER
 
 from modelyard.archiver.signature import OIP_DATATYPES, TensorSpec, fits
+from modelyard.handlers import tensors as oip
+from modelyard.handlers.body import join_chunks
 from modelyard.handlers.context import Context
 from modelyard.handlers.entry_point import Entry, FoundHandler
 from modelyard.handlers.errors import BadInput, HandlerError
-from modelyard.handlers.instances import join_chunks
-from modelyard.handlers.tensors import (
-    Array,
-    TensorRequest,
-    as_document,
-    datatype_of,
-    read_document,
-    read_request,
-    write_answer,
-)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,7 +39,7 @@ if TYPE_CHECKING:
 
 OUTPUT = "output"
 """Name of an output whose answer names none."""
-Outputs = Mapping[str, Array]
+Outputs = Mapping[str, oip.Array]
 
 
 def tensor_entry(
@@ -81,7 +73,7 @@ def tensor_entry(
         else:
             # What reads the protocol's JSON itself gets that.
             rows = [
-                _row_of(each) if enveloped is None else {"body": as_document(each)}
+                _row_of(each) if enveloped is None else {"body": oip.as_document(each)}
                 for each in requests
             ]
             if streams and context.stream is not None:
@@ -110,7 +102,7 @@ class TensorJob:
         labels: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
         encoding = str(headers.get("content-encoding") or "").lower()
-        self.request = read_request(body, headers.get(LENGTH_HEADER), encoding)
+        self.request = oip.read_request(body, headers.get(LENGTH_HEADER), encoding)
         self._name = context.model_name
         model = (context.manifest or {}).get("model") or {}
         self._version = str(model.get("modelVersion", ""))
@@ -133,7 +125,7 @@ class TensorJob:
         for each in self.request.wanted or ():
             if each.name not in outputs:
                 raise BadInput(f'output "{each.name}" is unknown; expected {", ".join(outputs)}')
-        return write_answer(self.request, outputs, self._name, self._version, self._labels)
+        return oip.write_answer(self.request, outputs, self._name, self._version, self._labels)
 
     def answer_with(self, value: Any) -> tuple[bytes, dict[str, str]]:
         """Return body and headers for what a handler of bodies answered."""
@@ -146,7 +138,7 @@ class TensorJob:
         return length.to_bytes(4, "little") + body
 
 
-def run_tensors(handler: BaseHandler, requests: Sequence[TensorRequest]) -> list[Outputs]:
+def run_tensors(handler: BaseHandler, requests: Sequence[oip.TensorRequest]) -> list[Outputs]:
     """Return the model's outputs for each request, in as few calls as its batch range allows.
 
     Raises:
@@ -159,7 +151,7 @@ def run_tensors(handler: BaseHandler, requests: Sequence[TensorRequest]) -> list
     return answers
 
 
-def _inputs(specs: Sequence[TensorSpec], request: TensorRequest) -> tuple[Tensor, ...]:
+def _inputs(specs: Sequence[TensorSpec], request: oip.TensorRequest) -> tuple[Tensor, ...]:
     """Return the inputs of a request in the order of the model's, held to what it states."""
     import torch
 
@@ -236,7 +228,7 @@ def _call(handler: BaseHandler, group: Sequence[tuple[Tensor, ...]]) -> list[Out
     ]
 
 
-def _array(tensor: Tensor) -> Array:
+def _array(tensor: Tensor) -> oip.Array:
     import torch
 
     tensor = tensor.detach().cpu()
@@ -298,7 +290,7 @@ def _call_mapped(
     return answers
 
 
-def _row_of(request: TensorRequest) -> dict[str, Any]:
+def _row_of(request: oip.TensorRequest) -> dict[str, Any]:
     """Return a request as a handler of bodies gets it: input name → array.
 
     One element of BYTES is a bytearray, as the part of a form comes.
@@ -315,7 +307,7 @@ def outputs_of(answer: Any) -> Outputs:
     """Return a handler's answer as outputs by name."""
     if isinstance(answer, Mapping) and isinstance(answer.get("outputs"), list):
         try:
-            return read_document(answer["outputs"])
+            return oip.read_document(answer["outputs"])
         except BadInput as error:
             raise HandlerError(f"the handler's answer is not the protocol's: {error}") from error
     if isinstance(answer, Mapping) and answer:
@@ -327,7 +319,7 @@ def outputs_of(answer: Any) -> Outputs:
     return {OUTPUT: array}
 
 
-def _as_array(value: Any) -> Array | None:
+def _as_array(value: Any) -> oip.Array | None:
     """Return an array, a tensor, bytes or text as an array; None for everything else."""
     if isinstance(value, str):
         value = value.encode()
@@ -341,7 +333,7 @@ def _as_array(value: Any) -> Array | None:
     elif not isinstance(value, np.ndarray):
         return None
     try:
-        datatype_of(value)
+        oip.datatype_of(value)
     except KeyError:
         return None
     return value

@@ -1,15 +1,12 @@
 """`context.metrics`: what a handler measures, which its worker sends on with the answers."""
 
-from __future__ import annotations
-
 import logging
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-    from modelyard.handlers.context import Context
+from modelyard.handlers.context import Context
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,6 @@ Nothing is allocated for a shape that the bytes of the request do not fill, and 
 guessed at: what a datatype does not hold is refused.
 """
 
-from __future__ import annotations
-
 import binascii
 import math
 import zlib
@@ -19,15 +17,8 @@ from typing import Any
 
 import numpy as np
 import orjson
-from modelyard_client.tensors import (
-    BF16,
-    BYTES,
-    LENGTH_HEADER,
-    MOST_DIMS,
-    NUMPY,
-    OCTETS,
-    as_objects,
-)
+from modelyard_client import tensors as wire
+from modelyard_client.tensors import BF16, BYTES
 from modelyard_client.tensors import from_bytes as bytes_to_array
 from modelyard_client.tensors import to_bytes as array_to_bytes
 
@@ -102,13 +93,15 @@ def read_request(
     length = len(body)
     if header_length is not None:
         if not header_length.isascii() or not header_length.isdigit() or len(header_length) > 18:
-            raise BadInput(f"{LENGTH_HEADER} is {header_length[:40]!r}; expected a number of bytes")
+            raise BadInput(
+                f"{wire.LENGTH_HEADER} is {header_length[:40]!r}; expected a number of bytes"
+            )
         length = int(header_length)
         if length > len(body):
-            raise BadInput(f"{LENGTH_HEADER} is {length}; the body has {len(body)} bytes")
+            raise BadInput(f"{wire.LENGTH_HEADER} is {length}; the body has {len(body)} bytes")
         if length == 0:
             raise BadInput(
-                f"{LENGTH_HEADER} is 0; expected JSON that names the inputs before their bytes"
+                f"{wire.LENGTH_HEADER} is 0; expected JSON that names the inputs before their bytes"
             )
     try:
         head = parse_strictly(body if length == len(body) else body[:length], "the JSON")
@@ -168,7 +161,7 @@ def _read(head: Mapping[str, Any], tail: memoryview | None) -> TensorRequest:
             there = 0 if tail is None else len(tail) - at
             raise BadInput(
                 f"{where} has {size} bytes by its binary_data_size; {there} are left behind the "
-                f"JSON, whose length is the header {LENGTH_HEADER}"
+                f"JSON, whose length is the header {wire.LENGTH_HEADER}"
             )
         inputs[name] = from_bytes(tail[at : at + size], datatype, shape, where)
         at += size
@@ -239,13 +232,13 @@ def _shape(given: Mapping[str, Any], where: str) -> tuple[int, ...]:
     shape = given.get("shape")
     if (
         not isinstance(shape, list)
-        or len(shape) > MOST_DIMS
+        or len(shape) > wire.MOST_DIMS
         or not all(type(size) is int and size >= 0 for size in shape)
         or (0 in shape and math.prod(size or 1 for size in shape) > MOST_VALUES)
     ):
         raise BadInput(
-            f"{where} has the shape {str(shape)[:100]}; expected a list of at most {MOST_DIMS} "
-            "sizes, 0 or more"
+            f"{where} has the shape {str(shape)[:100]}; expected a list of at most "
+            f"{wire.MOST_DIMS} sizes, 0 or more"
         )
     return tuple(shape)
 
@@ -260,7 +253,7 @@ def _from_json(
     if datatype == BYTES:
         return _texts(data, shape, parameters, where)
     try:
-        found = np.array(data).reshape(-1) if data else np.empty(0, NUMPY.get(datatype, np.float32))
+        found = np.array(data, None if data else wire.NUMPY.get(datatype, np.float32)).reshape(-1)
         if found.dtype.kind == "f" and datatype == "UINT64":  # as numpy reads 1 and 2 ** 64 - 1
             exact = np.array(data, dtype=object).reshape(-1)
             if all(type(value) is int for value in exact):
@@ -276,7 +269,7 @@ def _from_json(
 
 def _cast(found: np.ndarray, datatype: str, where: str) -> Array:
     """Return numbers as a datatype that holds them."""
-    wanted = NUMPY.get(datatype, np.dtype(np.float32))
+    wanted = wire.NUMPY.get(datatype, np.dtype(np.float32))
     kind = found.dtype.kind
     if wanted.kind == "b":
         if kind != "b" and not (kind in "iu" and np.isin(found, (0, 1)).all()):
@@ -326,7 +319,7 @@ def _texts(
             raise BadInput(f"{where} has text that is not base64: {error}") from error
     else:
         values = [value.encode("utf-8", "surrogatepass") for value in flat]
-    return as_objects(values, shape)
+    return wire.as_objects(values, shape)
 
 
 def from_bytes(data: memoryview, datatype: str, shape: tuple[int, ...], where: str) -> Array:
@@ -448,7 +441,10 @@ def write_answer(
     head = orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY)
     if not tail:
         return head, {"content-type": "application/json"}
-    return b"".join((head, *tail)), {"content-type": OCTETS, LENGTH_HEADER: str(len(head))}
+    return b"".join((head, *tail)), {
+        "content-type": wire.OCTETS,
+        wire.LENGTH_HEADER: str(len(head)),
+    }
 
 
 def _texts_to_json(value: Array) -> dict[str, Any]:
@@ -491,4 +487,4 @@ def _classes(value: Array, count: int, labels: Mapping[str, str]) -> np.ndarray:
         for at in places
     ]
     shape = order.shape if numbers.ndim > 1 else order.shape[1:]
-    return as_objects([text.encode() for text in texts], shape)
+    return wire.as_objects([text.encode() for text in texts], shape)

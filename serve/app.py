@@ -1,7 +1,5 @@
 """Builds and connects the objects of a server."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,11 +9,10 @@ from functools import partial
 from fastapi import APIRouter
 
 from modelyard.serve.api.description import DOCUMENT, described_calls
-from modelyard.serve.api.docs import DOCS_PATHS, add_docs
 from modelyard.serve.api.inference import Calls, right_of
 from modelyard.serve.api.management import management_routes, metrics_routes
 from modelyard.serve.api.oip import OPEN_PATHS, health_routes, kserve_routes, oip_routes
-from modelyard.serve.api.routes import Routes
+from modelyard.serve.api.routes import DOCS_PATHS, Routes
 from modelyard.serve.api.schemas import model_docs_routes
 from modelyard.serve.control.register import Lifecycle
 from modelyard.serve.control.registry import Registry
@@ -28,7 +25,6 @@ from modelyard.serve.dataplane.worker import frame_bytes
 from modelyard.serve.errors import StartError
 from modelyard.serve.front.begin import Front, ServerState
 from modelyard.serve.front.face import Face, Inside, make_faces
-from modelyard.serve.http.access import AccessLog
 from modelyard.serve.http.application import (
     Answers,
     Application,
@@ -43,6 +39,7 @@ from modelyard.serve.http.quotas import Quotas
 from modelyard.serve.http.site import Cors, SiteCheck
 from modelyard.serve.http.tokens import Grants, make_grant, parse_grants, read_token_file
 from modelyard.serve.http.watched import Watched
+from modelyard.serve.log import AccessLog
 from modelyard.serve.observers import Host, Observer, make_observers, with_observers
 from modelyard.serve.policy import Policy
 from modelyard.serve.settings import Address, Settings
@@ -100,7 +97,7 @@ def create_server(
     answers = Answers(state, cors=cors)
     observers = make_observers(Host(lifecycle, metrics, answers, None if is_never else grants))
     tracing = open_tracing(os.environ) if settings.tracing else None
-    client = clients_check(right_of, (*OPEN_PATHS, *DOCS_PATHS))
+    client = clients_check(right_of, frozenset((*OPEN_PATHS, *DOCS_PATHS)))
     take_quota = None
     if of_clients is not None and (settings.tokens or settings.token_file):
         take_quota = Quotas(of_clients, *settings.quota_place).take
@@ -172,7 +169,7 @@ def create_server(
     listeners = (inference, management, scraped)
     ports = {name: listener.address.port for name, listener in zip(routes, listeners, strict=True)}
     for name, api in routes.items():
-        add_docs(api.fastapi, name, ports)
+        api.add_docs(name, ports)
         api.elsewhere = {other: (routes[other], ports[other]) for other in routes if other != name}
     logger.info("%s", settings.who_is_let_in)
     return Server(

@@ -1,14 +1,11 @@
 """The commands `modelyard serve start | stop | status | token`."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import os
-import re
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -17,7 +14,7 @@ import typer
 from rich.markup import escape
 
 from modelyard.archiver.errors import ArchiveError
-from modelyard.base.terminal import err, out
+from modelyard.base.terminal import described_arguments, err, out
 from modelyard.serve.errors import ServeError, StartError, WrongUsage, exit_code
 from modelyard.serve.tools.handle import serve, start_detached
 
@@ -66,7 +63,21 @@ def known_errors() -> Iterator[None]:
         raise typer.Exit(exit_code(error)) from error
 
 
-def state_folder(state_dir: Path | None) -> StateDir:
+def show(content: Any, json_output: bool, write: Callable[[Any], object]) -> None:
+    """Print what a command has found: as JSON, or as `write` prints it."""
+    if json_output:
+        out.print_json(json.dumps(content))
+    else:
+        write(content)
+
+
+def warn(warnings: Iterable[str]) -> None:
+    """Print what whoever starts a server should know."""
+    for warning in warnings:
+        err.print(f"[yellow]warning:[/yellow] {escape(warning)}")
+
+
+def state_folder(state_dir: Path | None) -> "StateDir":
     """Return the state folder that is meant: the one named, else the one of the settings."""
     # Here, as in every command: `--help` does not wait for what it does not use.
     from modelyard.serve.control.state import StateDir
@@ -161,8 +172,7 @@ def start(
     given["reload"] = tuple(reload) if reload else None
     with known_errors():
         settings = load_settings(given, config)
-        for notice in unknown_variables():
-            err.print(f"[yellow]warning:[/yellow] {escape(notice)}")
+        warn(unknown_variables())
         if explain_plan:
             _print_plan(settings, json_output)
             return
@@ -173,13 +183,13 @@ def start(
             _, about = start_detached(
                 settings, state, lambda model, text: status.update(f"{model}: {text}")
             )
-    if json_output:
-        out.print_json(json.dumps(about))
-    else:
-        for warning in about["warnings"]:
-            err.print(f"[yellow]warning:[/yellow] {escape(warning)}")
-        out.print(f"[green]ready[/green], pid {about['pid']}")
-        _print_addresses(about)
+    show(about, json_output, _print_ready)
+
+
+def _print_ready(about: dict[str, Any]) -> None:
+    warn(about["warnings"])
+    out.print(f"[green]ready[/green], pid {about['pid']}")
+    _print_addresses(about)
 
 
 def _start_parameters() -> Iterator[inspect.Parameter]:
@@ -187,13 +197,12 @@ def _start_parameters() -> Iterator[inspect.Parameter]:
     own = dict(inspect.signature(start, eval_str=True).parameters)
     del own["given"]
     yield from own.values()
-    texts = dict(re.findall(r"^ +(\w+): (.+(?:\n {8}.+)*)", inspect.getdoc(serve) or "", re.M))
+    texts = described_arguments(serve)
     for name, parameter in inspect.signature(serve).parameters.items():
         if name not in own:
             kinds = {"Path": Path, "int": int, "float": float, "bool": bool, "str": str}
             kind = next(kinds[each] for each in kinds if each in str(parameter.annotation))
-            flag, text = f"--{name.replace('_', '-')}", " ".join(texts.get(name, "").split())
-            option = typer.Option(None, flag, help=text[:1].upper() + text[1:])
+            option = typer.Option(None, f"--{name.replace('_', '-')}", help=texts.get(name))
             yield parameter.replace(
                 kind=parameter.KEYWORD_ONLY, annotation=kind | None, default=option
             )
@@ -203,7 +212,7 @@ start.__signature__ = inspect.Signature(list(_start_parameters()))  # type: igno
 serve_app.command()(start)
 
 
-def _print_plan(settings: Settings, json_output: bool) -> None:
+def _print_plan(settings: "Settings", json_output: bool) -> None:
     from modelyard.serve.explain_plan import explain, plan_start, plan_table
 
     plan = plan_start(settings)
@@ -212,11 +221,10 @@ def _print_plan(settings: Settings, json_output: bool) -> None:
         return
     for line in plan_table(plan):
         out.print(line)
-    for warning in plan.warnings:
-        err.print(f"[yellow]warning:[/yellow] {escape(warning)}")
+    warn(plan.warnings)
 
 
-def run_attached(settings: Settings, policy: Callable[[Settings], Policy] | None = None) -> int:
+def run_attached(settings: "Settings", policy: "Callable[[Settings], Policy] | None" = None) -> int:
     """Run a server in this process until it is told to stop; return its exit code.
 
     Args:
@@ -252,10 +260,8 @@ def stop(state_dir: StateDirOption = None, json_output: JsonOption = False) -> N
         state = state_folder(state_dir)
         running = state.running()
         if running is None:
-            if json_output:
-                out.print_json(data={"stopped": None})
-            else:
-                out.print(state.how_it_died() or "no server is running", soft_wrap=True)
+            text = state.how_it_died() or "no server is running"
+            show({"stopped": None}, json_output, lambda _: out.print(text, soft_wrap=True))
             return
         if not running:
             raise StartError("the server is just starting; try again in a moment")
@@ -267,10 +273,7 @@ def stop(state_dir: StateDirOption = None, json_output: JsonOption = False) -> N
                 time.sleep(0.02)
         if state.is_locked():
             raise StartError(f"pid {pid} has not ended; `kill -9 {pid}` ends it without answers")
-    if json_output:
-        out.print_json(data={"stopped": pid})
-    else:
-        out.print(f"stopped, pid {pid}")
+    show({"stopped": pid}, json_output, lambda _: out.print(f"stopped, pid {pid}"))
 
 
 @serve_app.command()
@@ -288,10 +291,7 @@ def status(state_dir: StateDirOption = None, json_output: JsonOption = False) ->
         if not running:
             none = state.how_it_died() or "no server is running"
             text = none if running is None else "a server is starting"
-            if json_output:
-                out.print_json(json.dumps({"running": False}))
-            else:
-                out.print(text, soft_wrap=True)
+            show({"running": False}, json_output, lambda _: out.print(text, soft_wrap=True))
             raise typer.Exit(1)
         models = all_versions(find_endpoint("management", state))
     if json_output:
@@ -299,9 +299,11 @@ def status(state_dir: StateDirOption = None, json_output: JsonOption = False) ->
         return
     out.print(f"running, pid {running['pid']}, since {running['started']}")
     _print_addresses(running)
-    for name, measure in running["sandbox"].items():
-        if measure["status"] == "lacking":
-            err.print(f"[yellow]warning:[/yellow] no wall for {name}: {escape(measure['found'])}")
+    warn(
+        f"no wall for {name}: {measure['found']}"
+        for name, measure in running["sandbox"].items()
+        if measure["status"] == "lacking"
+    )
     print_models(models)
 
 
@@ -324,7 +326,4 @@ def token(
             raise WrongUsage(f"{api!r} has no token; expected {' or '.join(APIS)}")
         state = state_folder(state_dir)
         key = read_key(state.key_file, api)
-    if json_output:
-        out.print_json(data={"api": api, "token": key})
-    else:
-        typer.echo(key)
+    show({"api": api, "token": key}, json_output, lambda _: typer.echo(key))

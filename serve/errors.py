@@ -1,4 +1,4 @@
-"""The errors of `serve`, and the one table that maps every package's errors to HTTP.
+"""The errors of `serve`, and what every package's errors are answered by HTTP.
 
     ServeError
     ├── BadRequest            a parameter or body is wrong
@@ -43,10 +43,8 @@
     └── StartError            the server cannot start or was not found (command line only)
         └── WrongUsage        an option or a setting means nothing, whatever files and servers hold
 
-`type` is a class name that clients compare: TorchServe's wherever it has one.
+`answer` has a class name that clients compare: TorchServe's wherever it has one.
 """
-
-from __future__ import annotations
 
 import errno
 import re
@@ -66,16 +64,22 @@ def without_secrets(location: str) -> str:
 
 
 class ServeError(Exception):
-    """Base of all errors of this package."""
+    """Base of all errors of this package; a class is answered as its base unless it says how."""
 
     text = ""
     """What it says, where nothing more is said."""
+    answer = (500, "InternalServerException")
+    """HTTP status, and the `type` that clients compare."""
+
+    def __init_subclass__(cls, answer: tuple[int, str] | None = None) -> None:
+        if answer is not None:
+            cls.answer = answer
 
     def __str__(self) -> str:
         return super().__str__() or self.text
 
 
-class BadRequest(ServeError):
+class BadRequest(ServeError, answer=(400, "BadRequestException")):
     """A parameter or body is wrong; the message names it."""
 
 
@@ -87,23 +91,23 @@ class PoisonRequest(BadRequest):
     """The same request has just ended two workers; the message says how, and what follows."""
 
 
-class RequirementsFailed(BadRequest):
+class RequirementsFailed(BadRequest, answer=(400, "ModelException")):
     """What an archive requires could not be installed; the message ends with pip's last lines."""
 
 
-class NoSuchRoute(ServeError):
+class NoSuchRoute(ServeError, answer=(404, "ResourceNotFoundException")):
     """The API has no such path; the words are the oldest clients' where there are no others."""
 
     text = "Requested resource is not found, please refer to API document."
 
 
-class MethodNotAllowed(ServeError):
+class MethodNotAllowed(ServeError, answer=(405, "MethodNotAllowedException")):
     """The path has no such method, or what it does is switched off; words as of `NoSuchRoute`."""
 
     text = "Requested method is not allowed, please refer to API document."
 
 
-class ModelNotFound(ServeError):
+class ModelNotFound(ServeError, answer=(404, "ModelNotFoundException")):
     """No model of that name is registered.
 
     Args:
@@ -117,7 +121,7 @@ class ModelNotFound(ServeError):
         self.served = served
 
 
-class VersionNotFound(ModelNotFound):
+class VersionNotFound(ModelNotFound, answer=(404, "ModelVersionNotFoundException")):
     """The model has no such version."""
 
     def __init__(self, name: str, version: str, served: str = "") -> None:
@@ -125,7 +129,7 @@ class VersionNotFound(ModelNotFound):
         self.served = served
 
 
-class FileNotInStore(ServeError):
+class FileNotInStore(ServeError, answer=(404, "ModelNotFoundException")):
     """The model store holds no such archive."""
 
 
@@ -143,7 +147,7 @@ class UrlRefused(FileNotInStore):
         self.reason = reason
 
 
-class FetchFailed(ServeError):
+class FetchFailed(ServeError, answer=(400, "DownloadArchiveException")):
     """An archive could not be fetched.
 
     Args:
@@ -156,22 +160,22 @@ class FetchFailed(ServeError):
         self.reason = reason
 
 
-class FileExists(ServeError):
+class FileExists(ServeError, answer=(500, "InternalServerException")):
     """The model store holds a file of the name that would be fetched."""
 
     def __init__(self, name: str) -> None:
         super().__init__(f"Model file already exists {name}")
 
 
-class Conflict(ServeError):
+class Conflict(ServeError, answer=(409, "ConflictStatusException")):
     """The version is registered already."""
 
 
-class DefaultVersion(ServeError):
+class DefaultVersion(ServeError, answer=(403, "InvalidModelVersionException")):
     """The default version cannot be removed while others exist."""
 
 
-class BodyTooLarge(ServeError):
+class BodyTooLarge(ServeError, answer=(413, "RequestTooLargeException")):
     """The request body is over the limit."""
 
     def __init__(self, limit: int) -> None:
@@ -181,18 +185,18 @@ class BodyTooLarge(ServeError):
         )
 
 
-class UnknownCoding(ServeError):
+class UnknownCoding(ServeError, answer=(415, "UnsupportedMediaTypeException")):
     """The body has a Content-Encoding; handlers get bodies as they come."""
 
 
-class BadMessage(ServeError):
+class BadMessage(ServeError, answer=(400, "BadRequestException")):
     """What a client sent is not an HTTP request that is taken here."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"this is not an HTTP/1.1 request: {reason}")
 
 
-class TargetTooLong(BadMessage):
+class TargetTooLong(BadMessage, answer=(414, "RequestTargetTooLongException")):
     """Path and query are over the limit."""
 
     def __init__(self, limit: int) -> None:
@@ -201,14 +205,14 @@ class TargetTooLong(BadMessage):
         )
 
 
-class HeadTooLarge(BadMessage):
+class HeadTooLarge(BadMessage, answer=(431, "RequestHeaderTooLargeException")):
     """The headers are over a limit, which the argument names."""
 
     def __init__(self, limit: str) -> None:
         Exception.__init__(self, f"the request's head is larger than {limit}; send fewer headers")
 
 
-class RequestTooSlow(ServeError):
+class RequestTooSlow(ServeError, answer=(408, "RequestTimeoutException")):
     """The head or body of a request did not come in time.
 
     Args:
@@ -222,15 +226,15 @@ class RequestTooSlow(ServeError):
         super().__init__(f"the {part} of the request did not come {pace} {timeout_s:g} s")
 
 
-class Unauthorized(ServeError):
+class Unauthorized(ServeError, answer=(401, "InvalidKeyException")):
     """The bearer token is missing or wrong."""
 
 
-class Forbidden(ServeError):
+class Forbidden(ServeError, answer=(403, "ForbiddenException")):
     """The name is not this server's, a web page of elsewhere asks, or a setting is off."""
 
 
-class TooManyAttempts(ServeError):
+class TooManyAttempts(ServeError, answer=(429, "TooManyRequestsException")):
     """Wrong tokens came one after the other; no more are looked at for a while."""
 
     def __init__(self, retry_after_s: int) -> None:
@@ -238,7 +242,7 @@ class TooManyAttempts(ServeError):
         self.retry_after_s = retry_after_s
 
 
-class Unavailable(ServeError):
+class Unavailable(ServeError, answer=(503, "ServiceUnavailableException")):
     """No worker can take the request now.
 
     Args:
@@ -259,7 +263,7 @@ class TooLate(Unavailable):
     """An answer is not to be expected within the request's time, so it is not worth the work."""
 
 
-class QuotaUsed(Unavailable):
+class QuotaUsed(Unavailable, answer=(429, "TooManyRequestsException")):
     """The token of the request has asked as much as it may for now."""
 
 
@@ -267,11 +271,11 @@ class Draining(Unavailable):
     """The server or the model version is being stopped."""
 
 
-class DeadlinePassed(ServeError):
+class DeadlinePassed(ServeError, answer=(504, "RequestTimeoutException")):
     """The request was not answered in time."""
 
 
-class WorkerDied(ServeError):
+class WorkerDied(ServeError, answer=(500, "InternalServerException")):
     """A worker died while it held the request, and the request may not be tried again.
 
     Clients of old compare the text.
@@ -280,15 +284,15 @@ class WorkerDied(ServeError):
     text = "Worker died."
 
 
-class WorkerKilled(WorkerDied):
+class WorkerKilled(WorkerDied, answer=(507, "InternalServerException")):
     """A worker was killed from outside while it held the request: for memory, most likely."""
 
 
-class StreamBroken(ServeError):
+class StreamBroken(ServeError, answer=(500, "InternalServerException")):
     """The rest of a streamed answer will not come."""
 
 
-class LoadFailed(ServeError):
+class LoadFailed(ServeError, answer=(500, "InternalServerException")):
     """A worker could not load the model; the message is the worker's own."""
 
     model: tuple[str, str] | None = None
@@ -299,11 +303,11 @@ class HandlerFailed(LoadFailed):
     """What the worker ran to load the model raised; its log has the traceback."""
 
 
-class GoldenFailed(HandlerFailed):
+class GoldenFailed(HandlerFailed, answer=(400, "InvalidModelException")):
     """The archive's own examples get other answers: it is not what it says."""
 
 
-class OutOfMemory(LoadFailed):
+class OutOfMemory(LoadFailed, answer=(507, "InternalServerException")):
     """A worker had too little memory for the model."""
 
 
@@ -311,11 +315,11 @@ class LoadKilled(LoadFailed):
     """A worker was killed from outside while it loaded the model: for memory, most likely."""
 
 
-class StorageFull(ServeError):
+class StorageFull(ServeError, answer=(507, "InternalServerException")):
     """What a change writes does not fit on the disk; nothing was changed."""
 
 
-class CleanupTimedOut(ServeError):
+class CleanupTimedOut(ServeError, answer=(408, "RequestTimeoutException")):
     """A version's workers had not ended in time."""
 
 
@@ -332,42 +336,6 @@ def exit_code(error: Exception) -> int:
     return 2 if isinstance(error, WrongUsage | UnusableOption | BadName) else 1
 
 
-STATUS: dict[type[Exception], tuple[int, str]] = {
-    BadRequest: (400, "BadRequestException"),
-    RequirementsFailed: (400, "ModelException"),
-    NoSuchRoute: (404, "ResourceNotFoundException"),
-    MethodNotAllowed: (405, "MethodNotAllowedException"),
-    ModelNotFound: (404, "ModelNotFoundException"),
-    VersionNotFound: (404, "ModelVersionNotFoundException"),
-    FileNotInStore: (404, "ModelNotFoundException"),
-    FetchFailed: (400, "DownloadArchiveException"),
-    FileExists: (500, "InternalServerException"),
-    Conflict: (409, "ConflictStatusException"),
-    DefaultVersion: (403, "InvalidModelVersionException"),
-    BodyTooLarge: (413, "RequestTooLargeException"),
-    UnknownCoding: (415, "UnsupportedMediaTypeException"),
-    BadMessage: (400, "BadRequestException"),
-    TargetTooLong: (414, "RequestTargetTooLongException"),
-    HeadTooLarge: (431, "RequestHeaderTooLargeException"),
-    RequestTooSlow: (408, "RequestTimeoutException"),
-    Unauthorized: (401, "InvalidKeyException"),
-    Forbidden: (403, "ForbiddenException"),
-    TooManyAttempts: (429, "TooManyRequestsException"),
-    Unavailable: (503, "ServiceUnavailableException"),
-    QuotaUsed: (429, "TooManyRequestsException"),
-    DeadlinePassed: (504, "RequestTimeoutException"),
-    WorkerDied: (500, "InternalServerException"),
-    WorkerKilled: (507, "InternalServerException"),
-    StreamBroken: (500, "InternalServerException"),
-    LoadFailed: (500, "InternalServerException"),
-    GoldenFailed: (400, "InvalidModelException"),
-    OutOfMemory: (507, "InternalServerException"),
-    StorageFull: (507, "InternalServerException"),
-    CleanupTimedOut: (408, "RequestTimeoutException"),
-    ArchiveError: (400, "InvalidModelException"),
-}
-
-
 def is_disk_full(error: BaseException | None) -> bool:
     """Return whether an error comes from a disk, or a quota of it, that is used up."""
     while error is not None:
@@ -378,11 +346,10 @@ def is_disk_full(error: BaseException | None) -> bool:
 
 
 def http_status(error: Exception) -> tuple[int, str]:
-    """Return the HTTP status and the `type` of an error, by its nearest listed ancestor."""
-    for kind in type(error).__mro__:
-        if kind in STATUS:
-            return STATUS[kind]
-    return 500, "InternalServerException"
+    """Return the HTTP status and the `type` of an error, whichever package has declared it."""
+    if isinstance(error, ArchiveError):
+        return 400, "InvalidModelException"
+    return error.answer if isinstance(error, ServeError) else ServeError.answer
 
 
 def error_body(error: Exception, request_id: str) -> dict[str, object]:

@@ -1,10 +1,7 @@
 """What a start would start, for people and as data: `modelyard serve start --explain-plan`."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from rich.table import Table
@@ -12,7 +9,7 @@ from rich.text import Text
 
 from modelyard.archiver import open_archive
 from modelyard.serve.control import sizing
-from modelyard.serve.control.build import admit
+from modelyard.serve.control.build import Admitted, admit
 from modelyard.serve.control.model_config import ModelConfig
 from modelyard.serve.policy import Policy
 from modelyard.serve.settings import Settings
@@ -45,22 +42,24 @@ def plan_start(settings: Settings) -> StartPlan:
         ServeError, ArchiveError: the first model that could not be served.
     """
     policy, machine = Policy(settings), sizing.machine_of(settings.servers)
-    read: list[Callable[[sizing.Allocation], PlannedModel]] = []
-    requests: list[sizing.ResourceRequest] = []
+    read: list[Admitted] = []
     warnings = list(settings.warnings)
     specs = policy.models_at_start(is_trial=True)
     allocator = sizing.StartupAllocator(machine, len(specs))
     for spec in specs:
         with open_archive(policy.find(spec.location)) as archive:
-            name, config, unproven = admit(archive, spec, policy)
-            allocator.claim(name, archive.manifest.model_version, spec.location)
-        if unproven and unproven.reason == "versions":
-            warnings.append(f"{name}: {unproven.text}")
-        version, file = archive.manifest.model_version, archive.path.name
-        read.append(partial(PlannedModel, name, version, file, config))
-        requests.append(policy.request(spec, config, name))
+            found = admit(archive, spec, policy)
+        allocator.claim(found.name, archive.manifest.model_version, spec.location)
+        if found.unproven and found.unproven.reason == "versions":
+            warnings.append(f"{found.name}: {found.unproven.text}")
+        read.append(found)
+    requests = [policy.request(each.spec, each.config, each.name) for each in read]
     allocations = sizing.choose(machine, requests)
-    models = [planned(each) for planned, each in zip(read, allocations, strict=True)]
+    models = [
+        PlannedModel(each.name, each.archive.manifest.model_version, each.archive.path.name,
+                     each.config, allocation)
+        for each, allocation in zip(read, allocations, strict=True)
+    ]  # fmt: skip
     if excess := sizing.describe_excess(machine, allocations):
         warnings.append(excess)
     return StartPlan(machine, models, warnings)

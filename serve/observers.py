@@ -1,7 +1,5 @@
 """What looks on at a server and may act beside its APIs: plug-ins of `modelyard.observers`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -45,7 +43,7 @@ class Observer(Protocol):
     it checks itself.
     """
 
-    routers: Sequence[APIRouter]
+    routers: "Sequence[APIRouter]"
 
     def owns(self, path: str) -> bool:
         """Return whether it answers this path of the management API's port, whoever asks."""

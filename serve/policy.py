@@ -1,7 +1,5 @@
 """What a dialect decides of models. These are our own decisions; another dialect overrides them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
@@ -111,7 +109,7 @@ class Policy:
             self._trusted.add(name)  # by which it is found again, and nothing is fetched
         return file
 
-    def choose_name(self, archive: Archive, spec: ModelSpec) -> str:
+    def choose_name(self, archive: "Archive", spec: ModelSpec) -> str:
         """Return the name under which an archive is registered.
 
         Raises:
@@ -121,7 +119,7 @@ class Policy:
         check_name(name)
         return name
 
-    def configure(self, archive: Archive, spec: ModelSpec, name: str) -> ModelConfig:
+    def configure(self, archive: "Archive", spec: ModelSpec, name: str) -> ModelConfig:
         """Return how a model version is run.
 
         Raises:
@@ -150,7 +148,7 @@ class Policy:
         threads_from = config.origins.get("workerThreads", "")
         return ResourceRequest(config.device, workers, workers_from, config.threads, threads_from)
 
-    def interpreter(self, archive: Archive, folder: Path, name: str) -> str:
+    def interpreter(self, archive: "Archive", folder: Path, name: str) -> str:
         """Return the Python of a version's workers; it has what the archive requires. Blocking.
 
         Raises:
@@ -172,7 +170,7 @@ class Policy:
             "ORT_DISABLE_TELEMETRY": "1",
         }
 
-    def remember(self, event: str, registry: Registry) -> Callable[[], None]:
+    def remember(self, event: str, registry: "Registry") -> Callable[[], None]:
         """Return what writes what is registered now; a change is acknowledged only after that.
 
         It blocks, and raises a ServeError where nothing could be written.

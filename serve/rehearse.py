@@ -6,8 +6,6 @@ the walls by the settings that the environment states, as a server does, and sta
 process in which the archive's code runs. What that starts, in whatever session, ends with it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

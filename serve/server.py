@@ -13,7 +13,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Coroutine, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import uvloop
@@ -22,16 +21,15 @@ from modelyard.archiver.errors import ArchiveError
 from modelyard.base.plugins import registered
 from modelyard.serve.control.preload import start_fork_server
 from modelyard.serve.control.state import StateDir, write_json
+from modelyard.serve.dataplane.heap import give_back
 from modelyard.serve.dataplane.process import adopt_orphans
 from modelyard.serve.errors import ServeError, StartError
-from modelyard.serve.log import log_to_file
-from modelyard.serve.memory import Memory
+from modelyard.serve.log import AccessLog, log_to_file
 from modelyard.serve.policy import Policy
 from modelyard.serve.settings import Settings
 
 if TYPE_CHECKING:
     from modelyard.serve.app import Server
-    from modelyard.serve.http.access import AccessLog
 
 logger = logging.getLogger(__name__)
 
@@ -94,19 +92,17 @@ def run_ours(
         keys: of one of several servers, the keys of all.
         policy: makes the decisions of one server; several make their own.
     """
+
+    def create(settings: Settings) -> Server:
+        """Build it, while the fork server imports what workers need."""
+        made = policy(settings)
+        start_fork_server(made)
+        from modelyard.serve.app import create_server  # which takes half a second of a core
+
+        return create_server(made, access, keys)
+
     serve = _serve if settings.servers == 1 or keys else _serve_several
-    return run(settings, report, partial(_create, access, keys, policy), serve)
-
-
-def _create(
-    access: AccessLog | None, keys: Mapping[str, str] | None, make: MakePolicy, settings: Settings
-) -> Server:
-    """Build a server of our own dialect, while the fork server imports what workers need."""
-    policy = make(settings)
-    start_fork_server(policy)
-    from modelyard.serve.app import create_server  # which takes half a second of a core
-
-    return create_server(policy, access, keys)
+    return run(settings, report, create, serve)
 
 
 async def _serve_several(
@@ -168,11 +164,11 @@ async def _serve(settings: Settings, state: StateDir, report: Report, create: Cr
             about["pid"], about["inference"], about["management"], about["metrics"], served,
         )  # fmt: skip
         report({"event": "ready", **about, "warnings": warnings})
-        memory = Memory()
+        memory = asyncio.create_task(give_back())
         edits = asyncio.create_task(Reloader(server.lifecycle, settings.reload).run())
         await stop.first.wait()
         edits.cancel()
-        memory.stop()
+        memory.cancel()
         await _drain(server, settings, stop.second, closing)
     finally:
         await _end(server, state, closing)

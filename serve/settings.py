@@ -1,7 +1,5 @@
 """A server's settings: defaults < configuration file < environment < command line."""
 
-from __future__ import annotations
-
 import ipaddress
 import os
 import re
@@ -22,7 +20,6 @@ from pydantic import (
     ValidationInfo,
     field_validator,
 )
-from pydantic_core import ErrorDetails
 
 from modelyard.archiver.untrusted.yaml import parse_yaml
 from modelyard.base.nearest import did_you_mean
@@ -507,15 +504,14 @@ def describe_problems(error: ValidationError, said_in: Mapping[str, str] | None 
     Args:
         said_in: where a setting was said, for those that a user may not know by their names.
     """
-    return "; ".join(_describe_problem(problem, said_in or {}) for problem in error.errors())
-
-
-def _describe_problem(problem: ErrorDetails, said_in: Mapping[str, str]) -> str:
-    name, *place = map(str, problem["loc"])
-    where = ".".join([said_in.get(name, name), *place])
-    if problem["type"] == "extra_forbidden" and not place:
-        return f"{where}: there is no such setting{did_you_mean(name, Settings.model_fields)}"
-    return f"{where}: {what_is_wrong(problem)}"
+    found = []
+    for problem in error.errors():
+        name, *place = map(str, problem["loc"])
+        text = what_is_wrong(problem)
+        if problem["type"] == "extra_forbidden" and not place:
+            text = f"there is no such setting{did_you_mean(name, Settings.model_fields)}"
+        found.append(f"{'.'.join([(said_in or {}).get(name, name), *place])}: {text}")
+    return "; ".join(found)
 
 
 _EXPECTED = {

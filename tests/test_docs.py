@@ -28,8 +28,8 @@ from modelyard.base.plugins import registered
 from modelyard.cli import commands as subcommands
 from modelyard.handlers.explain.attribute.methods import METHODS
 from modelyard.handlers.explain.request.options import ExplainOptions
+from modelyard.serve import errors
 from modelyard.serve.dataplane.metrics import Family
-from modelyard.serve.errors import STATUS
 from modelyard.serve.settings import Settings
 from tests import neighbours
 from tests.serve.collectors import all_metrics
@@ -295,7 +295,8 @@ def test_the_settings_table_names_every_setting_and_its_default() -> None:
 
 def test_the_errors_table_names_every_status_and_type() -> None:
     documented = {(int(status), kind) for status, kind, *_ in rows("http.md", "## Errors")}
-    assert set(STATUS.values()) <= documented
+    declared = [kind for kind in vars(errors).values() if isinstance(kind, type)]
+    assert {kind.answer for kind in declared if issubclass(kind, errors.ServeError)} <= documented
 
 
 def test_the_metrics_table_names_every_metric_with_its_labels() -> None:

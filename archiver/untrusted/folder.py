@@ -6,14 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from modelyard.archiver.errors import ArchiveError
-from modelyard.archiver.untrusted.container import (
-    CHUNK_BYTES,
-    MAX_ENTRIES,
-    Damaged,
-    Member,
-    Progress,
-    map_file,
-)
+from modelyard.archiver.untrusted import container
+from modelyard.archiver.untrusted.container import Damaged, Member
 from modelyard.archiver.untrusted.names import name_problems, quoted
 
 _MAX_DEPTH = 64
@@ -52,15 +46,15 @@ class FolderReader:
             os.close(self._fd)
         self._fd = -1
 
-    def check(self, progress: Progress) -> list[str]:
+    def check(self, progress: container.Progress) -> list[str]:
         """List all files; return all problems of kinds and names."""
         problems: list[str] = []
         members: list[Member] = []
         try:
             for member in _walk(self._fd, "", problems):
                 members.append(member)
-                if len(members) > MAX_ENTRIES:
-                    return [f"it holds more than {MAX_ENTRIES} files"]
+                if len(members) > container.MAX_ENTRIES:
+                    return [f"it holds more than {container.MAX_ENTRIES} files"]
         except OSError as error:
             return [f"it cannot be read: {error.strerror}"]
         self.is_readable = not problems
@@ -76,7 +70,7 @@ class FolderReader:
         try:
             fd = self._open(member.name)
             try:
-                mapped = map_file(fd)
+                mapped = container.map_file(fd)
             finally:
                 os.close(fd)
         except OSError as error:
@@ -94,7 +88,7 @@ class FolderReader:
         try:
             with open(self._open(member.name), "rb", buffering=0) as file:  # noqa: PTH123
                 size = 0
-                while chunk := file.read(CHUNK_BYTES):
+                while chunk := file.read(container.CHUNK_BYTES):
                     size += len(chunk)
                     if size > member.size_bytes:
                         break

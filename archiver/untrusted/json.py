@@ -196,25 +196,34 @@ class Fields:
             self.wrong(key, "64 lower-case hexadecimal digits", digest)
         return digest
 
-    def integer(self, key: str) -> int:
-        """Read a required whole number; 0 stands for one that is wrong."""
-        return self._read(key, "a whole number", _is_integer, 0)
+    def integer(self, key: str, absent: int | None = None) -> int:
+        """Read a whole number, which may lack where `absent` stands for it; 0 for a wrong one."""
+        return self._read(key, "a whole number", _is_integer, 0, absent)
 
     def number(self, key: str) -> float:
         """Read a required number; 0 stands for one that is wrong."""
         return float(self._read(key, "a number", is_number, 0.0))
 
-    def boolean(self, key: str) -> bool:
-        """Read a required true or false; False stands for one that is wrong."""
-        return self._read(key, "true or false", lambda value: isinstance(value, bool), False)
+    def boolean(self, key: str, absent: bool | None = None) -> bool:
+        """Read true or false, as `integer`; False stands for what is wrong."""
+        return self._read(key, "true or false", lambda each: isinstance(each, bool), False, absent)
 
-    def object(self, key: str) -> "Fields":
-        """Read a required object."""
+    def object(self, key: str, *, may_lack: bool = False) -> "Fields":
+        """Read an object; an empty one stands for one that lacks and may."""
+        if may_lack and key not in self.values:
+            return Fields({}, self.at(key), self.problems)
         return Fields(self._present(key, "an object"), self.at(key), self.problems)
 
-    def items(self, key: str) -> list[Any]:
-        """Read a required list; [] stands for one that is wrong."""
-        return self._read(key, "a list", lambda value: isinstance(value, list), [])
+    def mapping(
+        self, key: str, read: Callable[["Fields", str], _T], *, may_lack: bool = False
+    ) -> dict[str, _T]:
+        """Read an object of any fields, each of which `read` takes by its name."""
+        inner = self.object(key, may_lack=may_lack)
+        return {name: read(inner, name) for name in inner.values}
+
+    def items(self, key: str, absent: list[Any] | None = None) -> list[Any]:
+        """Read a list, as `integer`; [] stands for one that is wrong."""
+        return self._read(key, "a list", lambda value: isinstance(value, list), [], absent)
 
     def objects(self, key: str) -> "list[Fields]":
         """Read a required list of objects."""
@@ -238,14 +247,20 @@ class Fields:
             self.problems.append(f"{self.at(key)}: expected {expected}, found nothing")
         return value
 
-    def _read(self, key: str, expected: str, fits: Callable[[Any], bool], default: _T) -> _T:
+    def _read(
+        self,
+        key: str,
+        expected: str,
+        fits: Callable[[Any], bool],
+        default: _T,
+        absent: _T | None = None,
+    ) -> _T:
+        if absent is not None and key not in self.values:
+            return absent
         value = self._present(key, expected)
-        if value is _MISSING:
-            return default
-        if not fits(value):
+        if value is not _MISSING and not fits(value):
             self.wrong(key, expected, value)
-            return default
-        return value  # type: ignore[no-any-return]
+        return value if value is not _MISSING and fits(value) else default
 
 
 def _is_text(value: Any) -> bool:
@@ -262,10 +277,7 @@ def is_number(value: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    if isinstance(value, dict):
-        return "an object"
-    if isinstance(value, list):
-        return "a list"
     if isinstance(value, str):
         return quoted(value)
-    return json.dumps(value)[:80]
+    kinds: dict[type, str] = {dict: "an object", list: "a list"}
+    return kinds.get(type(value)) or json.dumps(value)[:80]

@@ -19,18 +19,8 @@ from pathlib import Path
 
 from modelyard.archiver.digest import Digest
 from modelyard.archiver.manifest import MAX_MANIFEST_BYTES
-from modelyard.archiver.untrusted.container import (
-    CHUNK_BYTES,
-    MAX_ENTRIES,
-    MAX_RATIO,
-    RATIO_FROM_BYTES,
-    Bytes,
-    Damaged,
-    Member,
-    OpenFile,
-    Progress,
-    open_regular,
-)
+from modelyard.archiver.untrusted import container
+from modelyard.archiver.untrusted.container import Damaged
 from modelyard.archiver.untrusted.names import MANIFEST_NAME, collisions, file_name_problem, quoted
 
 BLOCK_BYTES = 512
@@ -57,7 +47,7 @@ Read = Callable[[int], bytes]
 
 
 @dataclass(frozen=True)
-class TarMember(Member):
+class TarMember(container.Member):
     """A file or folder of a tar; in an archive, without the folder that all lie in."""
 
     kind: str | None = None
@@ -81,8 +71,8 @@ def read_entries(read: Read) -> Iterator[TarMember]:
             extended |= _extended(flag, _content(read, _header(block)[1]), extended)
             block = read(BLOCK_BYTES)
         count += 1
-        if count > MAX_ENTRIES:
-            raise Damaged(f"it holds more than {MAX_ENTRIES} files")
+        if count > container.MAX_ENTRIES:
+            raise Damaged(f"it holds more than {container.MAX_ENTRIES} files")
         yield _entry(_header(block), flag, extended)
 
 
@@ -195,7 +185,7 @@ class TarReader:
 
     def __init__(self, path: Path) -> None:
         """Open the file; errors as `open_regular`."""
-        self._file = OpenFile(open_regular(path))
+        self._file = container.OpenFile(container.open_regular(path))
         self.members: tuple[TarMember, ...] = ()
         self.digests: dict[str, str] = {}
         self.is_readable = False
@@ -206,7 +196,7 @@ class TarReader:
         """Close the file; a second call does nothing."""
         self._file.close()
 
-    def check(self, progress: Progress) -> list[str]:
+    def check(self, progress: container.Progress) -> list[str]:
         """Run through the whole stream; return all problems of its headers and names."""
         run = Inflated(self._file, progress)
         entries: list[TarMember] = []
@@ -276,12 +266,14 @@ class Inflated:
         position: how many unpacked bytes have been read.
     """
 
-    def __init__(self, source: Bytes, progress: Progress = lambda done, total: None) -> None:
+    def __init__(
+        self, source: container.Bytes, progress: container.Progress = lambda done, total: None
+    ) -> None:
         self.position = 0
         self._source = source
         self._progress = progress
         self._size = source.size
-        self._limit = max(RATIO_FROM_BYTES, MAX_RATIO * self._size)
+        self._limit = max(container.RATIO_FROM_BYTES, container.MAX_RATIO * self._size)
         self._offset = 0
         self._inflater = zlib.decompressobj(_GZIP_WBITS)
         self._packed = b""
@@ -324,11 +316,13 @@ class Inflated:
         try:
             while not self._inflater.eof:
                 packed = self._packed or self._read_packed()
-                data = self._inflater.decompress(packed, CHUNK_BYTES)
+                data = self._inflater.decompress(packed, container.CHUNK_BYTES)
                 self._packed = self._inflater.unconsumed_tail
                 self._unpacked += len(data)
                 if self._unpacked > self._limit:
-                    raise Damaged(f"it unpacks to over {MAX_RATIO} times its {self._size} bytes")
+                    raise Damaged(
+                        f"it unpacks to over {container.MAX_RATIO} times its {self._size} bytes"
+                    )
                 if data:
                     return data
         except zlib.error as error:
@@ -338,7 +332,7 @@ class Inflated:
         return b""
 
     def _read_packed(self) -> bytes:
-        packed = self._source.read_at(self._offset, CHUNK_BYTES)
+        packed = self._source.read_at(self._offset, container.CHUNK_BYTES)
         if not packed:
             raise Damaged("its compressed data ends too early")
         self._offset += len(packed)

@@ -17,17 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from modelyard.archiver.untrusted.container import (
-    CHUNK_BYTES,
-    MAX_ENTRIES,
-    MAX_RATIO,
-    RATIO_FROM_BYTES,
-    Bytes,
-    Damaged,
-    Member,
-    OpenFile,
-    Progress,
-)
+from modelyard.archiver.untrusted import container
+from modelyard.archiver.untrusted.container import Bytes, Damaged
 from modelyard.archiver.untrusted.names import file_name_problem, name_problems, quoted
 
 STORED = 0
@@ -59,7 +50,7 @@ class ZipRules:
     may_deflate: Callable[[str], bool] = lambda name: True
     may_lack_checksums: bool = False
     """Whether a zip may have CRC-32 0 for all of its entries, as torch can be told to write."""
-    max_entries: int = MAX_ENTRIES
+    max_entries: int = container.MAX_ENTRIES
     max_directory_bytes: int = 16 << 20
 
 
@@ -83,7 +74,7 @@ tensor."""
 
 
 @dataclass(frozen=True)
-class ZipMember(Member):
+class ZipMember(container.Member):
     """One entry as the central directory states it; a name that is not UTF-8 with escapes."""
 
     raw_name: bytes
@@ -105,7 +96,7 @@ def read_names(path: Path) -> list[str]:
         NotAZip: as `read_directory`.
         OSError: it cannot be opened.
     """
-    with contextlib.closing(OpenFile(os.open(path, os.O_RDONLY))) as file:
+    with contextlib.closing(container.OpenFile(os.open(path, os.O_RDONLY))) as file:
         return [entry.name for entry in read_directory(file, TORCH_RULES)[0]]
 
 
@@ -129,8 +120,10 @@ def read_directory(source: Bytes, rules: ZipRules) -> tuple[tuple[ZipMember, ...
     return tuple(_read_entries(_read_at(source, offset, size), count)), offset
 
 
-def read_local_header(source: Bytes, entry: ZipMember) -> ZipMember:
-    """Return an entry as the header in front of its data describes it, and where that data is.
+def read_local_header(source: Bytes, entry: ZipMember) -> tuple[bytes, tuple[int, ...], range]:
+    """Return the name, numbers and data that the header in front of an entry's data describes.
+
+    The numbers are flags, method, CRC-32, packed size and size.
 
     Raises:
         NotAZip: there is none where the directory says.
@@ -143,16 +136,8 @@ def read_local_header(source: Bytes, entry: ZipMember) -> ZipMember:
     extras = dict(_extra_fields(names[name_bytes:]))
     size, packed = _resolve64(extras.get(_ZIP64_EXTRA, b""), [size, packed])
     start = entry.header_offset + _LOCAL.size + len(names)
-    return replace(
-        entry,
-        raw_name=names[:name_bytes],
-        flags=flags,
-        method=method,
-        crc=crc,
-        packed_bytes=packed,
-        size_bytes=size,
-        data=range(start, start + entry.packed_bytes),
-    )
+    data = range(start, start + entry.packed_bytes)
+    return names[:name_bytes], (flags, method, crc, packed, size), data
 
 
 def _read_at(source: Bytes, offset: int, count: int) -> bytes:
@@ -286,12 +271,10 @@ def entry_problem(entry: ZipMember, rules: ZipRules) -> str | None:
     return _format_problem(entry) or _kind_problem(entry) or _size_problem(entry)
 
 
-def local_problem(entry: ZipMember, local: ZipMember) -> str | None:
+def local_problem(entry: ZipMember, raw_name: bytes, header: tuple[int, ...]) -> str | None:
     """Return how an entry's own header differs from the directory, or None."""
-    if local.raw_name != entry.raw_name:
-        shown = quoted(local.raw_name.decode("utf-8", "backslashreplace"))
-        return f"its own header names it {shown}"
-    header = (local.flags, local.method, local.crc, local.packed_bytes, local.size_bytes)
+    if raw_name != entry.raw_name:
+        return f"its own header names it {quoted(raw_name.decode('utf-8', 'backslashreplace'))}"
     expected = (entry.flags, entry.method, entry.crc, entry.packed_bytes, entry.size_bytes)
     # A streamed entry's sizes follow its data; its header may leave them 0.
     if header == expected or (entry.flags & _STREAMED and header == (*expected[:2], 0, 0, 0)):
@@ -319,8 +302,8 @@ def layout_problems(entries: Sequence[ZipMember], directory_offset: int) -> Iter
 def total_problem(entries: Sequence[ZipMember], file_bytes: int) -> str | None:
     """Return that the entries together unpack to far more than the file's size, or None."""
     total = sum(entry.size_bytes for entry in entries)
-    if total > RATIO_FROM_BYTES and total > MAX_RATIO * file_bytes:
-        return f"its {file_bytes} bytes unpack to {total}, over {MAX_RATIO} times as many"
+    if total > container.RATIO_FROM_BYTES and total > container.MAX_RATIO * file_bytes:
+        return f"its {file_bytes} bytes unpack to {total}, over {container.MAX_RATIO} times as many"
     return None
 
 
@@ -357,10 +340,13 @@ def _size_problem(entry: ZipMember) -> str | None:
         return "it is a folder with content" if has_content else None
     if entry.method == STORED and entry.packed_bytes != entry.size_bytes:
         return f"stored in {entry.packed_bytes} bytes, it cannot have {entry.size_bytes}"
-    if entry.size_bytes > RATIO_FROM_BYTES and entry.size_bytes > MAX_RATIO * entry.packed_bytes:
+    if (
+        entry.size_bytes > container.RATIO_FROM_BYTES
+        and entry.size_bytes > container.MAX_RATIO * entry.packed_bytes
+    ):
         return (
             f"{entry.packed_bytes} bytes that unpack to {entry.size_bytes} "
-            f"are a ratio over {MAX_RATIO}"
+            f"are a ratio over {container.MAX_RATIO}"
         )
     return None
 
@@ -380,10 +366,10 @@ class ZipReader:
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""
-        if isinstance(self._source, OpenFile):
+        if isinstance(self._source, container.OpenFile):
             self._source.close()
 
-    def check(self, progress: Progress = lambda done, total: None) -> list[str]:
+    def check(self, progress: container.Progress = lambda done, total: None) -> list[str]:
         """Read the directory and all headers, no content; return all problems."""
         try:
             entries, directory_offset = read_directory(self._source, self._rules)
@@ -404,7 +390,7 @@ class ZipReader:
 
     def map(self, member: ZipMember) -> memoryview | None:
         """Map a stored entry's bytes; None where the entry is compressed, or is not in a file."""
-        if member.method == STORED and isinstance(self._source, OpenFile):
+        if member.method == STORED and isinstance(self._source, container.OpenFile):
             return self._source.map(member.data)
         return None
 
@@ -428,9 +414,9 @@ class ZipReader:
             raise Damaged(f"its CRC-32 is {crc:08x}, the directory says {member.crc:08x}")
 
     def _packed_chunks(self, data: range) -> Iterator[bytes]:
-        for offset in range(data.start, data.stop, CHUNK_BYTES):
+        for offset in range(data.start, data.stop, container.CHUNK_BYTES):
             try:
-                yield _read_at(self._source, offset, min(CHUNK_BYTES, data.stop - offset))
+                yield _read_at(self._source, offset, min(container.CHUNK_BYTES, data.stop - offset))
             except NotAZip as error:
                 raise Damaged(str(error)) from error
 
@@ -439,12 +425,12 @@ class ZipReader:
         problems, members = [], []
         for entry in entries:
             try:
-                local = read_local_header(self._source, entry)
+                raw_name, header, data = read_local_header(self._source, entry)
             except NotAZip as error:
                 problems.append(f"{quoted(entry.name)}: {error}")
                 continue
-            members.append(replace(entry, data=local.data))
-            if problem := local_problem(entry, local):
+            members.append(replace(entry, data=data))
+            if problem := local_problem(entry, raw_name, header):
                 problems.append(f"{quoted(entry.name)}: {problem}")
         if len(members) == len(entries):
             problems += layout_problems(members, directory_offset)
@@ -460,12 +446,12 @@ def _inflated(packed: Iterator[bytes]) -> Iterator[bytes]:
             if inflater.eof:
                 raise Damaged("bytes follow the end of its compressed data")
             try:
-                chunk = inflater.decompress(waiting, CHUNK_BYTES)
+                chunk = inflater.decompress(waiting, container.CHUNK_BYTES)
             except zlib.error as error:
                 raise Damaged(f"its compressed data is damaged ({error})") from error
             yield chunk
             waiting = inflater.unused_data if inflater.eof else inflater.unconsumed_tail
-            if not waiting and len(chunk) < CHUNK_BYTES:
+            if not waiting and len(chunk) < container.CHUNK_BYTES:
                 break
     if not inflater.eof:
         raise Damaged("its compressed data ends too early")

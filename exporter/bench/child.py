@@ -1,7 +1,6 @@
 """The process that one subject of a bench runs in, and how it counts and measures.
 
-It answers `{"method": …, …}`, a method of `Session` with its arguments, by what that returns, which
-holds "error" where it failed; "ready" once torch is imported, and "open" before any other.
+It is asked for "ready" once torch is imported, and for "open" before any other method of `Session`.
 """
 
 import math
@@ -21,7 +20,6 @@ from modelyard.archiver.signature import Dim, parse_signature
 from modelyard.exporter.arguments import choose_outputs, flatten, give_outputs, take_inputs
 from modelyard.exporter.checkpoint import open_model
 from modelyard.exporter.child import answer_questions
-from modelyard.exporter.errors import cause
 from modelyard.exporter.prove.watch import count
 from modelyard.handlers.models.backends import open_artifact, set_precision
 from modelyard.handlers.proof.probes import Probe, make_inputs
@@ -51,28 +49,21 @@ class Session:
         self._run: Callable[..., Any]
         self._module: nn.Module | None
 
-    def ready(self) -> dict[str, Any]:
-        """Return nothing, now that torch is imported."""
-        return {}
+    def ready(self) -> None:
+        """Return, now that torch is imported."""
 
     def open(
-        self,
-        *,
-        kind: str,
-        path: str,
-        model: str | None,
-        model_args: Mapping[str, Any],
-        signature: Mapping[str, Any],
-        device: str,
-    ) -> dict[str, Any]:
-        """Load the subject."""
+        self, kind: str, path: str, signature: Mapping[str, Any], device: str, **checkpoint: Any
+    ) -> None:
+        """Load the subject; `checkpoint` holds what `open_model` takes."""
         self._before = _memory()
         self._signature = parse_signature(signature)
         self._kind, self._device = kind, torch.device(device)
         started = time.perf_counter()
         set_precision(self._device)
         if kind in ("eager", "compile"):
-            built = self._stack.enter_context(open_model(Path(path), model, model_args))
+            model, arguments = checkpoint["model"], checkpoint["model_args"]
+            built = self._stack.enter_context(open_model(Path(path), model, arguments))
             module = take_inputs(built.to(self._device), self._signature)
             self._run = self._module = self._with_outputs(module)
             if kind == "compile":
@@ -82,7 +73,6 @@ class Session:
             self._device = artifact.device
             self._run, self._module = artifact, artifact.module
         self._load_s = time.perf_counter() - started
-        return {}
 
     def _with_outputs(self, module: nn.Module) -> nn.Module:
         """Keep what the artifacts give of what the checkpoint's model gives; all where unknown."""
@@ -125,7 +115,7 @@ class Session:
         return output
 
     def time(self, batch: int, seconds: float) -> dict[str, Any]:
-        """Call for `seconds`, once at least; return each call's milliseconds."""
+        """Call for `seconds`, once at least; return what each call and, on CUDA, moves take."""
         self._warm_up(batch)
         latencies: list[float] = []
         before, joules = self._held(), read_joules(self._device)
@@ -136,22 +126,21 @@ class Session:
                 self._call(batch)
                 latencies.append((time.perf_counter_ns() - started) / 1e6)
         used = None if joules is None else (read_joules(self._device) or 0.0) - joules
-        return {
+        found: dict[str, Any] = {
             "latencies_ms": latencies,
             "before_bytes": before,
             "after_bytes": self._held(),
             "joules": used if used is None or used >= 0 else None,  # the counter began anew
+            "moves": {},
         }
-
-    def moves(self, batch: int) -> dict[str, Any]:
-        """Return the milliseconds that inputs take to the device, and outputs back."""
-        self._warm_up(batch)
-        inputs = [tensor.cpu() for tensor in self._inputs[batch]]
-        outputs = [*flatten(self._call(batch)).values()]
-        return {
-            "to_device_ms": self._moved("inputs to device", inputs, self._device),
-            "from_device_ms": self._moved("outputs from device", outputs, torch.device("cpu")),
-        }
+        if self._device.type == "cuda":
+            inputs = [tensor.cpu() for tensor in self._inputs[batch]]
+            outputs = [*flatten(self._call(batch)).values()]
+            found["moves"] = {
+                "to_device_ms": self._moved("inputs to device", inputs, self._device),
+                "from_device_ms": self._moved("outputs from device", outputs, torch.device("cpu")),
+            }
+        return found
 
     def _moved(self, name: str, tensors: Sequence[Tensor], place: torch.device) -> float:
         taken = []
@@ -312,17 +301,7 @@ def main(folder: Path) -> None:
     """Answer questions until the input ends."""
     warnings.simplefilter("ignore")
     with ExitStack() as stack:
-        session = Session(stack, folder)
-
-        def answer(question: dict[str, Any]) -> dict[str, Any]:
-            try:
-                found: dict[str, Any] = getattr(session, question.pop("method"))(**question)
-                return found
-            # Every backend fails in its own ways, and the author's code in any.
-            except Exception as error:
-                return {"error": cause(error)}
-
-        answer_questions(answer)
+        answer_questions(Session(stack, folder))
 
 
 if __name__ == "__main__":

@@ -188,14 +188,13 @@ class _Run:
         self._failures: dict[int, str] = {}
         """Why it cannot take batches of a size."""
         self._turns: dict[int, list[dict[str, Any]]] = {}
-        """Latencies, memory and energy of each turn, by batch size."""
-        self._moved: dict[int, dict[str, Any]] = {}
+        """Latencies, memory, energy and moves of each turn, by batch size."""
         self._facts: dict[str, Any] = {}
 
     def _ask(self, method: str, **arguments: Any) -> dict[str, Any]:
         if self._failure is None:
             try:
-                return self.child.ask({"method": method, **arguments})
+                return self.child.ask(method, **arguments)
             except ChildEnded as error:
                 self._failure = f"its process {error}"
         return {"error": self._failure}
@@ -214,12 +213,6 @@ class _Run:
                 self._failures[batch] = answer["error"]
             else:
                 self._turns.setdefault(batch, []).append(answer)
-
-    def move(self, batch: int) -> None:
-        """Measure what comes before and after a call on a device."""
-        if batch not in self._failures:
-            answer = self._ask("moves", batch=batch)
-            self._moved[batch] = {} if "error" in answer else answer
 
     def footprint(self) -> Footprint:
         """Return what the subject costs beside its calls."""
@@ -255,7 +248,7 @@ class _Run:
             after_bytes=turns[-1]["after_bytes"],
             joules_per_item=None if None in joules else sum(joules) / (batch * len(every)),
             **self._difference(reference, batch),
-            **self._moved.get(batch, {}),
+            **turns[-1]["moves"],
         )
 
     def _difference(self, reference: "_Run", batch: int) -> dict[str, Any]:
@@ -286,22 +279,13 @@ def _bench_threads(
             run.learn("ready")
         for run in runs:
             step(f"open {run.subject.name} with {on_threads}")
-            run.learn(
-                "open",
-                kind=run.subject.kind,
-                path=str(run.subject.path.absolute()),
-                model=run.subject.model,
-                model_args=dict(run.subject.model_args),
-                signature=plan.signature.to_json(),
-                device=plan.device,
-            )
+            opened = {**vars(run.subject), "path": str(run.subject.path.absolute())}
+            run.learn("open", **opened, signature=plan.signature.to_json(), device=plan.device)
         for _, batch, run in itertools.product(range(plan.rounds), plan.batches, runs):
             step(f"{run.subject.name}, batch {batch}, {on_threads}")
             run.time(batch, plan.cell_s / plan.rounds)
         for run in runs:  # after the clock: counting and tracing slow the calls down
             step(f"sum up {run.subject.name}")
-            for batch in plan.batches if plan.device != "cpu" else ():
-                run.move(batch)
             run.learn("facts")  # first: a trace is kept in memory
             if plan.profile is not None and threads == plan.threads[0]:
                 path = plan.profile.absolute() / f"{run.subject.name}.trace.json"

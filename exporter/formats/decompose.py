@@ -132,14 +132,6 @@ def _floor(call: _Before, x: Any) -> Any:
     return call(torch.sym_ite, call(operator.le, whole, x), whole, call(operator.sub, whole, 1))
 
 
-def _ceil(call: _Before, x: Any) -> Any:
-    return call(operator.neg, _floor(call, call(operator.neg, x)))
-
-
-def _abs(call: _Before, x: Any) -> Any:
-    return call(torch.sym_max, x, call(operator.neg, x))
-
-
 def _round(call: _Before, x: Any, digits: None = None) -> Any:
     """Round halves to even numbers."""
     up = _floor(call, call(operator.add, x, 0.5))
@@ -150,19 +142,19 @@ def _round(call: _Before, x: Any, digits: None = None) -> Any:
 
 
 _SIZES: Mapping[Any, Callable[..., Any]] = {
-    math.ceil: _ceil,
+    math.ceil: lambda call, x: call(operator.neg, _floor(call, call(operator.neg, x))),
     math.floor: _floor,
-    operator.abs: _abs,
+    operator.abs: lambda call, x: call(torch.sym_max, x, call(operator.neg, x)),
     round: _round,
 }
 
 
 def plain_sizes(program: ExportedProgram) -> ExportedProgram:
     """Return a program that torch can save: itself, or a copy that computes its sizes otherwise."""
-    if not any(node.target in _SIZES for node in _nodes(program.graph_module)):
+    if not any(node.target in _SIZES for node in nodes_of(program.graph_module)):
         return program
     module = copy.deepcopy(program.graph_module)
-    for node in [node for node in _nodes(module) if node.target in _SIZES]:
+    for node in [node for node in nodes_of(module) if node.target in _SIZES]:
         made = _SIZES[node.target](_Before(node), *node.args)
         made.meta["val"] = node.meta["val"]
         node.replace_all_uses_with(made)
@@ -173,6 +165,7 @@ def plain_sizes(program: ExportedProgram) -> ExportedProgram:
     return program._update(module, program.graph_signature)
 
 
-def _nodes(module: GraphModule) -> list[Node]:
+def nodes_of(module: GraphModule) -> list[Node]:
+    """Return the nodes of a graph and of those inside of it."""
     parts = (part for part in module.modules() if isinstance(part, GraphModule))
     return [node for part in parts for node in part.graph.nodes]

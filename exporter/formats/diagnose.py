@@ -51,9 +51,13 @@ def explain(
         fitting = (rule for rule in known["rules"] if re.search(rule["pattern"], text, re.S))
         rule = next(fitting, unknown)
         advice = rule["advice"].replace("BY_SCRIPT", _BY_SCRIPT)
-        if "is_drafted" in rule and (change := _draft(error, log)):
+        lines = _author_lines(error, log)
+        # Of the innermost line; a library's is not theirs to change.
+        is_theirs = "is_drafted" in rule and lines and not _is_installed(lines[-1])
+        if is_theirs and (change := draft_change(*lines[-1])):
             advice = f'write "{change}" in its place, {_BY_SCRIPT}'
-        reason = f"{rule['construct']} ({_shortest(error)}); {advice}"
+        happened = cause(_chain(error)[-1] if error.__cause__ else error)  # the innermost
+        reason = f"{rule['construct']} ({happened[:200]}); {advice}"
     return ConversionError(
         f"the model cannot be written by {stage}{place}: {reason}; full report: {report}"
     )
@@ -68,12 +72,6 @@ def find_place(error: BaseException, log: str = "") -> str:
     outside = [line for line in lines if not _is_installed(line)]
     named = dict.fromkeys([(outside or lines)[-1], lines[-1]]) if lines else {}
     return f" at {', in '.join(_shown(*line) for line in named)}" if named else ""
-
-
-def _draft(error: BaseException, log: str) -> str:
-    """Return the innermost line of the author's, changed; a library's is not theirs to change."""
-    lines = _author_lines(error, log)
-    return draft_change(*lines[-1]) if lines and not _is_installed(lines[-1]) else ""
 
 
 def _author_lines(error: BaseException, log: str) -> list[tuple[str, int]]:
@@ -125,11 +123,6 @@ def _chain(error: BaseException) -> list[BaseException]:
         chain.append(one)
         one = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
     return chain
-
-
-def _shortest(error: BaseException) -> str:
-    """Return the first line of the innermost error, which is what happened."""
-    return cause(_chain(error)[-1] if error.__cause__ else error)[:200]
 
 
 def _keep(error: BaseException, stage: str, signature: Signature, log: str) -> Path:

@@ -29,7 +29,7 @@ from modelyard.exporter.ingest.onnx_file import (
     read_onnx,
 )
 from modelyard.exporter.ingest.source import Source
-from modelyard.handlers.models.backends import open_session
+from modelyard.handlers.models.backends import Opening, open_session
 from modelyard.handlers.proof.plan import end_sizes
 from modelyard.handlers.proof.probes import Probe, make_inputs
 
@@ -71,7 +71,7 @@ class OnnxFile(nn.Module):
             kept = [value for value in self._original.graph.output if value.name in tensors]
             path.write_bytes(_with(self._original, kept).SerializeToString())
             try:
-                self._session = open_session(path, torch.device("cpu"), is_optimized=False)
+                self._session = open_session(path, Opening(torch.device("cpu")), is_optimized=False)
             # onnxruntime has an error class of its own for every way in which it cannot.
             except Exception as error:
                 raise CheckpointError(
@@ -98,15 +98,12 @@ class OnnxFile(nn.Module):
     def propose(self) -> tuple[str, ...]:
         """Return the inputs with ranges in which it runs, as `--input` is written."""
         texts = [
-            tuple(_text(value, span, self._count(own) - (not takes_others))
+            tuple(_text(value, span, len(self._ends.texts.get(own, ())) - (not takes_others))
                   for own, value in zip(self.own_names, self.inputs, strict=True))
             for takes_others in ((True, False) if self._ends.columns else (True,))
             for span in _SPANS
         ]  # fmt: skip
         return next(filter(self._runs, texts), texts[0])
-
-    def _count(self, own: str) -> int:
-        return len(self._ends.texts.get(own, ()))
 
     def table(self, signature: Signature, kept: Sequence[str]) -> dict[str, Any]:
         """Return the columns that a table of its rows has, and the classes that its outputs name.

@@ -13,11 +13,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
 
-import torch
 from sympy import Eq, Integer  # type: ignore[import-untyped]
+from torch.export import ExportedProgram
 from torch.utils._sympy.printers import PythonPrinter
 
 from modelyard.archiver.signature import Dim, Signature
+from modelyard.exporter.formats.to_exported_program import dynamic_sizes
 from modelyard.handlers.proof.probes import Probe, example_sizes
 
 MOST_SIZES, MOST_OF_TORCH = 20_000, 512
@@ -33,14 +34,14 @@ class Guards:
     """The guards of a trace.
 
     Args:
-        traced: every named dim of the inputs, and the size that stands for it in the trace.
+        program: the trace.
         signature: the inputs.
     """
 
-    def __init__(self, traced: Iterable[tuple[Dim, torch.SymInt]], signature: Signature) -> None:
+    def __init__(self, program: ExportedProgram, signature: Signature) -> None:
         dims: dict[Any, dict[str, Dim]] = {}
         places: dict[Any, str] = {}
-        for dim, size in traced:
+        for dim, _, size in dynamic_sizes(program, signature):
             dims.setdefault(size.node.expr, {})[dim.name] = dim
             places |= {guard.expr: str(guard.sloc) for guard in size.node.shape_env.guards}
         self._usual = example_sizes(signature)

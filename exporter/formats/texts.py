@@ -14,12 +14,7 @@ from typing import Any
 import numpy as np
 
 from modelyard.exporter.errors import CheckpointError
-from modelyard.exporter.ingest.onnx_file import (
-    as_texts,
-    attribute_of,
-    dtype_of,
-    nodes_of,
-)
+from modelyard.exporter.ingest.onnx_file import as_texts, attribute_of, dtype_of, nodes_of
 
 _STRING = "string"
 _ML = "ai.onnx.ml"
@@ -105,6 +100,8 @@ def _is_text(value: Any) -> bool:
 
 def _columns(model: Any, file: str) -> dict[str, list[tuple[str, Sequence[str]]]]:
     """Return the categories of each column of texts, by following it to what compares it."""
+    from onnx import numpy_helper
+
     owners: dict[str, list[set[str]]] = {}
     columns: dict[str, list[set[str]]] = {}
     for value in model.graph.input:
@@ -125,8 +122,9 @@ def _columns(model: Any, file: str) -> dict[str, list[tuple[str, Sequence[str]]]
             stated = [text for name in node.input if name in weights
                       for text in weights[name].string_data]  # fmt: skip
         elif node.op_type in ("ArrayFeatureExtractor", "Gather"):
-            places = _integers(weights.get(node.input[1]))
-            through = [through[at] for at in places if at < len(through)] or through
+            stated_at = weights.get(node.input[1])
+            places: Any = () if stated_at is None else numpy_helper.to_array(stated_at).flat
+            through = [through[int(at)] for at in places if at < len(through)] or through
         elif node.op_type not in (*_PASSES, "Concat"):
             raise CheckpointError(
                 f'"{file}" reads the texts of its input {" or ".join(columns)} by {node.op_type}'
@@ -149,12 +147,6 @@ def _named(name: str, columns: Sequence[set[str]]) -> Iterable[tuple[str, Sequen
         while other in texts:
             other += "?"
         yield name if len(columns) == 1 else f"{name}_{at}", (*sorted(texts), other)
-
-
-def _integers(weight: Any) -> list[int]:
-    from onnx import numpy_helper
-
-    return [] if weight is None else [int(at) for at in numpy_helper.to_array(weight).flat]
 
 
 def _without_map(model: Any, value: Any, node: Any) -> list[Any]:

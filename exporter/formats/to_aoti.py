@@ -39,9 +39,7 @@ def write(program: ExportedProgram, signature: Signature, path: Path) -> dict[st
     try:
         with quiet("torch._inductor"):
             torch._inductor.aoti_compile_and_package(
-                program,
-                package_path=str(raw),
-                inductor_configs={"aot_inductor.metadata": metadata},
+                program, package_path=str(raw), inductor_configs={"aot_inductor.metadata": metadata}
             )
     # The compiler lowers every operator by a function of its own, and then runs g++.
     except Exception as error:

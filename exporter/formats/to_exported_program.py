@@ -18,18 +18,18 @@ from torch._ops import OpOverload
 from torch.export import Dim, ExportedProgram
 from torch.export.exported_program import default_decompositions
 from torch.export.graph_signature import OutputKind
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, GraphModule
 from torch.utils import _pytree
 
 from modelyard.archiver.signature import Dim as DynamicDim
 from modelyard.archiver.signature import Signature
 from modelyard.exporter.arguments import WRAPPED, own_name
 from modelyard.exporter.errors import CheckpointError, ConversionError
-from modelyard.exporter.formats.decompose import IN_LISTED, plain_sizes
+from modelyard.exporter.formats.decompose import IN_LISTED, nodes_of, plain_sizes
 from modelyard.exporter.formats.diagnose import explain, find_place
 from modelyard.handlers.errors import UnsafeProgram
+from modelyard.handlers.judge.check import load_program
 from modelyard.handlers.judge.grammar import ANY, operator_problem
-from modelyard.handlers.models.backends import load_on
 
 _SHAPES_LOG = "torch.fx.experimental.symbolic_shapes"
 _TALKATIVE = ("torch.export._trace", "torch._dynamo", "torch._guards", _SHAPES_LOG)
@@ -109,7 +109,9 @@ def write(program: ExportedProgram, path: Path) -> dict[str, object]:
 
 
 def _foreign(program: ExportedProgram) -> list[str]:
-    return sorted({str(node.target) for node in _nodes(program) if _is_foreign(node.target)})
+    return sorted(
+        {str(node.target) for node in nodes_of(program.graph_module) if _is_foreign(node.target)}
+    )
 
 
 def _is_foreign(called: Any) -> bool:
@@ -349,7 +351,7 @@ def _take_own_names(program: ExportedProgram, model: nn.Module) -> None:
         spec.arg.name = _own_node_name(spec.arg.name)
     calls = {call.fqn: call for call in reversed(program._module_call_graph)}
     program._module_call_graph[:] = reversed(calls.values())
-    for node in _nodes(program):
+    for node in nodes_of(program.graph_module):
         if node.op == "placeholder" and node.name != _own_node_name(node.name):
             node.name = node.target = _own_node_name(node.name)
         if stack := node.meta.get("nn_module_stack"):
@@ -365,15 +367,9 @@ def _own_node_name(name: str) -> str:
     return name.replace(f"{WRAPPED}_", "")
 
 
-def _nodes(program: ExportedProgram) -> Iterator[Node]:
-    for module in program.graph_module.modules():
-        if isinstance(module, GraphModule):
-            yield from module.graph.nodes
-
-
 def _shorten_paths(program: ExportedProgram) -> None:
     """Keep file names and lines of the author's code, not the folders of this machine."""
-    for node in _nodes(program):
+    for node in nodes_of(program.graph_module):
         if trace := node.meta.get("stack_trace"):
             node.meta["stack_trace"] = _SOURCE_FILE.sub("", _OUR_CALL.sub("", trace))
 
@@ -457,7 +453,7 @@ def open_program(path: Path, trust: bool = False) -> nn.Module:
         CheckpointError: loading it could run code, or this torch cannot load it.
     """
     try:
-        program = load_on(path, torch.device("cpu"), trusted=(ANY,) if trust else ())
+        program = load_program(path, (ANY,) if trust else (), torch.device("cpu"))
     except UnsafeProgram as error:
         raise CheckpointError(str(error)) from error
     free_names(program)

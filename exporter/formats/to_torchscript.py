@@ -118,10 +118,7 @@ def _padding(offset: int, entry: ZipInfo) -> bytes:
 
 
 def _trace(
-    model: nn.Module,
-    signature: Signature,
-    example: tuple[Tensor, ...],
-    why_not_script: Exception,
+    model: nn.Module, signature: Signature, example: tuple[Tensor, ...], why_not_script: Exception
 ) -> tuple[torch.jit.ScriptModule, list[str]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", _TracerWarning)

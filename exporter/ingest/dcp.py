@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,12 +27,20 @@ from modelyard.exporter.tables import read_table
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _ALLOWED = frozenset(read_table(__package__, "allowed")["dcp"])
+_DTYPES = frozenset(str(each) for each in vars(torch).values() if isinstance(each, torch.dtype))
 _MAX_INDEX_BYTES = 1 << 30
 _MAX_BYTES_ITEM = 1 << 28
+_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+
+_Place = tuple[int, ...] | None
+"""Offsets in a tensor; None of a value that is pickled as one."""
 
 
-@dataclass(frozen=True)
-class Slice:
+class _Wrong(ValueError):
+    """What the index says of an item is not so."""
+
+
+class Slice(NamedTuple):
     """Where one item lies."""
 
     file: str
@@ -49,8 +57,7 @@ class Item:
     """Keys in the object that was saved."""
     dtype: torch.dtype | None
     shape: tuple[int, ...]
-    chunks: Mapping[tuple[int, ...] | None, Slice]
-    """Offsets in the tensor → where it lies; of a pickled value, None → where."""
+    chunks: Mapping[_Place, Slice]
 
 
 @dataclass(frozen=True)
@@ -63,11 +70,12 @@ class Index:
     _sources: dict[str, Source] = field(default_factory=dict)
     """The slices' files, each mapped once."""
 
-    def open(self, part: Slice) -> Source:
-        """Return a range of one file."""
+    def read(self, part: Slice) -> TorchFile:
+        """Read a range of one file, in which a file of torch.save lies."""
         if part.file not in self._sources:
             self._sources[part.file] = Source.of_file(self.folder / part.file)
-        return self._sources[part.file].part(f"{part.file}[{part.offset}:]", part.offset, part.size)
+        source, name = self._sources[part.file], f"{part.file}[{part.offset}:]"
+        return read_torch_file(source.part(name, part.offset, part.size))
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -82,28 +90,29 @@ def read_index(folder: Path) -> Index:
     Raises:
         CheckpointError: it names what no index needs, or a slice leaves its file.
     """
-    source = Source.of_file(inside(folder, ".metadata"))
+    source, refused = Source.of_file(inside(folder, ".metadata")), f'"{folder.name}" is refused: '
     if source.size > _MAX_INDEX_BYTES:
         raise CheckpointError(f'"{folder.name}/.metadata" has more than {_MAX_INDEX_BYTES} bytes')
     try:
         rebuild = partial(_rebuild, Rebuilder())
         read = read_pickle(Window(source.data), _no_storage, rebuild, global_value)
     except BadPickle as error:
-        raise CheckpointError(f'"{folder.name}/.metadata" is refused: it holds {error}') from error
-    refused = sorted(name for name in read.wanted if not _is_allowed(name))
-    if refused:
+        raise CheckpointError(f"{refused}its index holds {error}") from error
+    if unknown := sorted(read.wanted - _ALLOWED - _DTYPES):
         raise CheckpointError(
-            f'"{folder.name}/.metadata" is refused: it wants {", ".join(refused)}, which no '
-            "checkpoint's index needs, and loading it could run code; nothing was run"
+            f"{refused}its index wants {', '.join(unknown)}, which no checkpoint's index needs, "
+            "and loading it could run code; nothing was run"
         )
-    fields = _fields(read.value, "Metadata")
-    slices = _slices(folder, fields.get("storage_data"))
-    paths = fields.get("planner_data")
-    items = {}
-    for name, entry in _mapping(fields.get("state_dict_metadata")).items():
-        items[name] = _item(name, entry, slices, as_dict(paths))
-    version = fields.get("version")
-    return Index(folder, items, as_text(version))
+    try:
+        fields = _fields(read.value, "Metadata")
+        slices = _slices(folder, fields.get("storage_data"))
+        entries, paths = fields.get("state_dict_metadata"), as_dict(fields.get("planner_data"))
+        if not isinstance(entries, Mapping) or not all(isinstance(name, str) for name in entries):
+            raise _Wrong("its index has no names")
+        items = {name: _item(name, entry, slices, paths) for name, entry in entries.items()}
+    except _Wrong as error:
+        raise CheckpointError(f"{refused}{error}; copy it again") from error
+    return Index(folder, items, as_text(fields.get("version")))
 
 
 def read_tensor(index: Index, item: Item) -> Tensor:
@@ -112,48 +121,34 @@ def read_tensor(index: Index, item: Item) -> Tensor:
     Raises:
         CheckpointError: a chunk is not the tensor that the index says.
     """
-    assert item.dtype is not None
-    if set(item.chunks) == {(0,) * len(item.shape)}:
-        (part,) = item.chunks.values()
-        tensor = _read_chunk(index, item, part)
-        if tensor.shape == item.shape:
-            return tensor
     whole = torch.empty(item.shape, dtype=item.dtype)
     filled = 0
     for offsets, part in item.chunks.items():
-        tensor = _read_chunk(index, item, part)
-        starts = offsets or ()
-        ends = tuple(start + size for start, size in zip(starts, tensor.shape, strict=False))
-        if not len(starts) == tensor.ndim == len(item.shape) or any(
-            end > size for end, size in zip(ends, item.shape, strict=True)
-        ):
-            raise _wrong(index.folder, item.name, "has a chunk that leaves it")
-        whole[tuple(map(slice, starts, ends))] = tensor
-        filled += tensor.numel()
+        tensor, starts = index.read(part).value, offsets or ()
+        problem = f"is not a tensor of {item.dtype} in {part.file}"
+        if isinstance(tensor, Tensor) and tensor.dtype == item.dtype:
+            problem = "has a chunk that leaves it"
+            if len(starts) == tensor.ndim == len(item.shape):
+                if tensor.shape == item.shape and not any(starts):
+                    return tensor  # mapped, not copied
+                ends = [start + size for start, size in zip(starts, tensor.shape, strict=True)]
+                if all(end <= size for end, size in zip(ends, item.shape, strict=True)):
+                    whole[tuple(map(slice, starts, ends))] = tensor
+                    filled += tensor.numel()
+                    continue
+        raise CheckpointError(f'"{index.folder.name}" is refused: "{item.name}" {problem}')
     if filled != whole.numel():
-        missing = f"has chunks for {filled} of {whole.numel()} elements"
-        raise _wrong(index.folder, item.name, missing)
+        raise CheckpointError(
+            f'"{index.folder.name}" is refused: "{item.name}" has chunks for {filled} of '
+            f"{whole.numel()} elements"
+        )
     return whole
 
 
 def read_value(index: Index, item: Item) -> TorchFile | None:
     """Read a pickled value as placeholders; None when it is too large for one."""
     part = item.chunks.get(None)
-    if part is None or part.size > _MAX_BYTES_ITEM:
-        return None
-    return read_torch_file(index.open(part))
-
-
-def _read_chunk(index: Index, item: Item, part: Slice) -> Tensor:
-    tensor = read_torch_file(index.open(part)).value
-    if not isinstance(tensor, Tensor) or tensor.dtype != item.dtype:
-        raise _wrong(index.folder, item.name, f"is not a tensor of {item.dtype} in {part.file}")
-    return tensor
-
-
-def _is_allowed(name: str) -> bool:
-    module, _, last = name.rpartition(".")
-    return name in _ALLOWED or isinstance(global_value(Global(module, last)), torch.dtype)
+    return None if part is None or part.size > _MAX_BYTES_ITEM else index.read(part)
 
 
 def _rebuild(rebuild: Rebuilder, function: Global, args: tuple[Any, ...]) -> Any:
@@ -172,68 +167,50 @@ def _no_storage(identifier: Any) -> Any:
     raise BadPickle("a storage, which an index has not")
 
 
-def _slices(folder: Path, storage_data: Any) -> dict[tuple[str, tuple[int, ...] | None], Slice]:
-    found: dict[tuple[str, tuple[int, ...] | None], Slice] = {}
-    if not isinstance(storage_data, Mapping):
-        raise CheckpointError(f'"{folder.name}/.metadata" names no files; copy it again')
-    for index, info in storage_data.items():
-        where = _fields(index, "MetadataIndex")
-        name, offset = where.get("fqn"), where.get("offset")
+def _slices(folder: Path, storage_data: Any) -> dict[tuple[str, _Place], Slice]:
+    found: dict[tuple[str, _Place], Slice] = {}
+    for index, info in as_dict(storage_data).items():
+        where, place = _fields(index, "MetadataIndex"), _fields(info, "_StorageInfo")
+        name, offset, file = where.get("fqn"), where.get("offset"), place.get("relative_path")
         if not isinstance(name, str):
-            raise _wrong(folder, str(name), "is not a name")
-        place = tuple(offset) if isinstance(offset, tuple) else None
-        found[(name, place)] = _slice(folder, name, _fields(info, "_StorageInfo"))
+            raise _Wrong(f'"{name}" is not a name')
+        if not isinstance(file, str) or not _FILE.fullmatch(file):
+            raise _Wrong(f'"{name}" lies in {file!r}, which is not a plain file name')
+        path = folder / file
+        if not path.is_file() or path.is_symlink():
+            raise _Wrong(f'"{name}" lies in {file!r}, which is missing')
+        part = Slice(file, _count(place.get("offset"), name), _count(place.get("length"), name))
+        if (end := part.offset + part.size) > (size_bytes := path.stat().st_size):
+            raise _Wrong(f'"{name}" ends at {end} in {file}, of {size_bytes} bytes')
+        if place.get("transform_descriptors"):
+            raise _Wrong(f'"{name}" is compressed, which is not read here')
+        found[name, tuple(offset) if isinstance(offset, tuple) else None] = part
     return found
 
 
-def _slice(folder: Path, name: str, info: Mapping[str, Any]) -> Slice:
-    file = info.get("relative_path")
-    if not isinstance(file, str) or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", file):
-        raise _wrong(folder, name, f"lies in {file!r}, which is not a plain file name")
-    path = folder / file
-    if not path.is_file() or path.is_symlink():
-        raise _wrong(folder, name, f"lies in {file!r}, which is missing; copy it too")
-    offset, size = info.get("offset"), info.get("length")
-    if type(offset) is not int or type(size) is not int or offset < 0 or size < 0:
-        raise _wrong(folder, name, "has no offset or length")
-    if offset + size > (size_bytes := path.stat().st_size):
-        raise _wrong(folder, name, f"ends at {offset + size} in {file}, of {size_bytes} bytes")
-    if info.get("transform_descriptors"):
-        raise _wrong(folder, name, "is compressed, which is not read here")
-    return Slice(file, offset, size)
-
-
 def _item(
-    name: str,
-    entry: Any,
-    slices: Mapping[tuple[str, tuple[int, ...] | None], Slice],
-    paths: Mapping[Any, Any],
+    name: str, entry: Any, slices: Mapping[tuple[str, _Place], Slice], paths: Mapping[Any, Any]
 ) -> Item:
     path = paths.get(name)
-    keys = tuple(str(part) for part in path) if isinstance(path, tuple) else (name,)
+    keys = tuple(map(str, path)) if isinstance(path, tuple) else (name,)
     if isinstance(entry, UnresolvedCall) and entry.dotted == f"{_METADATA}.BytesStorageMetadata":
         part = slices.get((name, None))
         return Item(name, keys, None, (), {} if part is None else {None: part})
     fields = _fields(entry, "TensorStorageMetadata")
-    shape = _shape(fields.get("size"), name)
-    dtype = _dtype(fields.get("properties"), name)
-    chunks: dict[tuple[int, ...] | None, Slice] = {}
+    shape, dtype = _shape(fields.get("size"), name), _dtype(fields.get("properties"), name)
+    chunks: dict[_Place, Slice] = {}
     needed = 0
     for chunk in fields.get("chunks") or ():
         parts = _fields(chunk, "ChunkStorageMetadata")
         offsets, sizes = _shape(parts.get("offsets"), name), _shape(parts.get("sizes"), name)
-        part = slices.get((name, offsets))
-        if part is None:
-            raise CheckpointError(f'DCP index: "{name}" at {offsets} has no slice; copy it again')
+        if (name, offsets) not in slices:
+            raise _Wrong(f'"{name}" at {offsets} has no slice')
+        chunks[offsets] = slices[name, offsets]
         needed += math.prod(sizes)
-        if needed * dtype.itemsize > 2 * sum(p.size for p in (*chunks.values(), part)) + 4096:
-            raise CheckpointError(f'DCP index: "{name}" says more elements than its files have')
-        chunks[offsets] = part
+        if needed * dtype.itemsize > 2 * sum(part.size for part in chunks.values()) + 4096:
+            raise _Wrong(f'"{name}" says more elements than its files have')
     if math.prod(shape) > needed:
-        raise CheckpointError(
-            f'DCP index: "{name}" has shape {list(shape)} and chunks for {needed} elements; some '
-            "ranks' files are missing"
-        )
+        raise _Wrong(f'"{name}" of shape {list(shape)} has chunks for {needed} elements')
     return Item(name, keys, dtype, shape, chunks)
 
 
@@ -245,28 +222,22 @@ def _dtype(properties: Any, name: str) -> torch.dtype:
         dtype = properties.attributes.get("dtype", dtype)
         if isinstance(dtype, torch.dtype):
             return dtype
-    raise CheckpointError(f'DCP index: "{name}" has no dtype; copy it again')
+    raise _Wrong(f'"{name}" has no dtype')
 
 
 def _shape(value: Any, name: str) -> tuple[int, ...]:
-    if isinstance(value, torch.Size | tuple) and all(
-        type(size) is int and 0 <= size < 1 << 48 for size in value
-    ):
-        return tuple(value)
-    raise CheckpointError(f'DCP index: "{name}" has no shape; copy it again')
+    if isinstance(value, tuple):
+        return tuple(_count(size, name) for size in value)
+    raise _Wrong(f'"{name}" has no shape')
+
+
+def _count(value: Any, name: str) -> int:
+    if type(value) is int and 0 <= value < 1 << 48:
+        return value
+    raise _Wrong(f'"{name}" has {value!r:.40} for a size, an offset or a length')
 
 
 def _fields(value: Any, kind: str) -> dict[str, Any]:
     if isinstance(value, UnresolvedCall) and value.dotted.rpartition(".")[2] == kind:
         return value.attributes
-    raise CheckpointError(f"DCP index: expected a {kind}; the index is damaged: copy it again")
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return value
-    raise CheckpointError("DCP index: expected names; the index is damaged: copy it again")
-
-
-def _wrong(folder: Path, name: str, why: str) -> CheckpointError:
-    return CheckpointError(f'"{folder.name}" is refused: "{name}" {why}')
+    raise _Wrong(f"its index has no {kind} where one belongs")

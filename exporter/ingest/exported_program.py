@@ -6,8 +6,7 @@ before a worker loads it.
 """
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from types import NoneType
 from typing import Any
 
@@ -19,60 +18,15 @@ from modelyard.exporter.ingest.pickles import BadPickle
 from modelyard.exporter.ingest.rebuild import Storage, is_known, tensor_on
 from modelyard.exporter.ingest.source import MAX_JSON_BYTES, Source, parse_object
 from modelyard.exporter.ingest.torch_file import TorchZip, read_torch_file
-from modelyard.exporter.ingest.value import as_dict, as_text
+from modelyard.exporter.ingest.value import ParsedCheckpoint, Weights, as_dict, as_text
 from modelyard.handlers.judge.check import DTYPES, check
 
+PROGRAM = "exported program"
 _MOST = 8  # the end of a range that the program leaves open
 _MOST_STATED = 64  # of one that it states, which may be longer: each size costs time to prove
 
 
-@dataclass(frozen=True)
-class ExportedProgram:
-    """What a `.pt2` says of itself."""
-
-    tensors: Mapping[str, Tensor]
-    inputs: tuple[Mapping[str, Any], ...]
-    """`name`, `dtype` and `shape` of each; a dynamic size is a symbol's name."""
-    outputs: tuple[Mapping[str, Any], ...]
-    dims: Mapping[str, Mapping[str, int | None]]
-    """Symbol → its smallest and largest size."""
-    torch_version: str | None
-    schema_version: str | None
-    operators: int
-    findings: tuple[str, ...]
-    """Why a worker refuses to load it; `part: what is wrong`."""
-    refused: tuple[str, ...]
-    """Names that its pickles want imported."""
-
-    @property
-    def input_lines(self) -> tuple[str, ...]:
-        """Its inputs as `--input` is written; nothing where one has no such form."""
-        lines = []
-        names: dict[int | str, str] = {}
-        for place, value in enumerate(self.inputs):
-            for axis, size in enumerate(value["shape"]):
-                names.setdefault(size, "batch" if place == axis == 0 else f"{value['name']}_{axis}")
-            sizes = [self._dim(size, names[size]) for size in value["shape"]]
-            if value["name"] is None or value["dtype"] is None or None in sizes:
-                return ()
-            lines.append(f"{value['name']}:{value['dtype']}[{','.join(map(str, sizes))}]")
-        return tuple(lines)
-
-    def _dim(self, size: int | str, name: str) -> str | None:
-        if isinstance(size, int):
-            return str(size)
-        span = self.dims.get(size)
-        if span is None or not all(type(end) in (int, NoneType) for end in span.values()):
-            return None  # an expression of other sizes, or nothing that is a range
-        low = max(span["min"] or 1, 1)
-        # A lower limit of 2 is the tracer's own assumption, not the model's.
-        low = 1 if low == 2 else low
-        most = span["max"]
-        high = max(_MOST, low + 1) if most is None else min(most, max(_MOST_STATED, 2 * low))
-        return f"{name}={low}..{high}" if high > low else str(low)
-
-
-def read_exported_program(source: Source) -> ExportedProgram:
+def read_exported_program(source: Source) -> ParsedCheckpoint:
     """Read a package's JSON and map its weights.
 
     Raises:
@@ -92,7 +46,59 @@ def read_exported_program(source: Source) -> ExportedProgram:
             program = _read_json(container, name)
     if not program and not findings:
         raise CheckpointError(f'"{source.name}" holds no exported program; export it again')
-    return _describe(program, tensors, findings, tuple(sorted(refused)))
+    module = as_dict(program.get("graph_module"))
+    graph, signature = as_dict(module.get("graph")), as_dict(module.get("signature"))
+    values, schema = as_dict(graph.get("tensor_values")), as_dict(program.get("schema_version"))
+    inputs = _arguments(signature.get("input_specs"), "user_input", values)
+    dims = _dims(program.get("range_constraints"))
+    version = f"{schema['major']}.{schema.get('minor')}" if "major" in schema else None
+    return ParsedCheckpoint(
+        kind=PROGRAM,
+        loader="json",
+        weights={"": Weights(tensors)},
+        writer="torch.export",
+        writer_version=as_text(program.get("torch_version")),
+        inputs=_input_lines(inputs, dims),
+        refused=tuple(sorted(refused)),
+        findings=findings,
+        about={
+            "inputs": inputs,
+            "outputs": _arguments(signature.get("output_specs"), "user_output", values),
+            "dims": dims,
+            "operators": len(_list(graph.get("nodes"))),
+            "schema_version": version,
+        },
+    )
+
+
+def _input_lines(
+    inputs: Sequence[Mapping[str, Any]], dims: Mapping[str, Mapping[str, int | None]]
+) -> tuple[str, ...]:
+    """Return inputs as `--input` is written; nothing where one has no such form."""
+    lines = []
+    names: dict[int | str, str] = {}
+    for place, value in enumerate(inputs):
+        for axis, size in enumerate(value["shape"]):
+            names.setdefault(size, "batch" if place == axis == 0 else f"{value['name']}_{axis}")
+        sizes = [_dim(size, names[size], dims) for size in value["shape"]]
+        if value["name"] is None or value["dtype"] is None or None in sizes:
+            return ()
+        lines.append(f"{value['name']}:{value['dtype']}[{','.join(map(str, sizes))}]")
+    return tuple(lines)
+
+
+def _dim(size: int | str, name: str, dims: Mapping[str, Mapping[str, int | None]]) -> str | None:
+    if isinstance(size, int):
+        return str(size)
+    span = dims.get(size)
+    if span is None or not all(type(end) in (int, NoneType) for end in span.values()):
+        return None  # an expression of other sizes, or nothing that is a range
+    low = max(span["min"] or 1, 1)
+    # A lower limit of 2 is the tracer's own assumption, not the model's.
+    low = 1 if low == 2 else low
+    most = span["max"]
+    high = max(_MOST, low + 1) if most is None else min(most, max(_MOST_STATED, 2 * low))
+    return f"{name}={low}..{high}" if high > low else str(low)
 
 
 def _read_json(container: TorchZip, name: str) -> dict[str, Any]:
@@ -111,68 +117,22 @@ def _read_weights(container: TorchZip, config: str) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     storages: dict[str, torch.UntypedStorage] = {}
     for name, value in as_dict(_read_json(container, config).get("config")).items():
-        meta = as_dict(value).get("tensor_meta")
-        if not isinstance(meta, dict) or value.get("use_pickle"):
-            continue  # a pickle, which is among the findings
-        payload = f"{folder}/{value.get('path_name')}"
-        if payload not in container.entries:
-            raise CheckpointError(f'"{container.source.name}": the weight "{name}" is missing')
-        if payload not in storages:
-            storages[payload] = container.storage(payload)
-        tensors[name] = _tensor(container.source, name, storages[payload], meta)
+        try:
+            payload, meta = f"{folder}/{value['path_name']}", value["tensor_meta"]
+            if payload not in storages:
+                storages[payload] = container.storage(payload)
+            storage = Storage(storages[payload], DTYPES[meta["dtype"]])
+            sizes, steps = ([n["as_int"] for n in meta[key]] for key in ("sizes", "strides"))
+            tensors[name] = tensor_on(storage, meta["storage_offset"]["as_int"], sizes, steps)
+        # A pickle, or what has no place in the file: it is among the findings.
+        except (AttributeError, BadPickle, KeyError, TypeError):
+            continue
     return tensors
 
 
-def _tensor(
-    source: Source, name: str, storage: torch.UntypedStorage, meta: Mapping[str, Any]
-) -> Tensor:
-    dtype = DTYPES.get(meta.get("dtype") or 0)
-    sizes, strides = _ints(meta.get("sizes")), _ints(meta.get("strides"))
-    offset = _ints([meta.get("storage_offset")])
-    if dtype is None or None in (*sizes, *strides, *offset):
-        raise CheckpointError(f'"{source.name}": the weight "{name}" has no fixed shape')
-    try:
-        return tensor_on(Storage(storage, dtype), offset[0], sizes, strides)
-    except BadPickle as error:
-        raise CheckpointError(
-            f'"{source.name}" is refused: the weight "{name}" of shape {sizes} leaves its '
-            f"{storage.nbytes()} bytes: {error}"
-        ) from error
-
-
-def _ints(values: Any) -> list[int | None]:
-    if not isinstance(values, list):
-        return [None]
-    numbers = [as_dict(value).get("as_int") for value in values]
-    return [number if type(number) is int and number >= 0 else None for number in numbers]
-
-
-def _describe(
-    program: Mapping[str, Any],
-    tensors: Mapping[str, Tensor],
-    findings: tuple[str, ...],
-    refused: tuple[str, ...],
-) -> ExportedProgram:
-    module = as_dict(program.get("graph_module"))
-    graph = as_dict(module.get("graph"))
-    values = as_dict(graph.get("tensor_values"))
-    signature = as_dict(module.get("signature"))
-    schema = as_dict(program.get("schema_version"))
-    return ExportedProgram(
-        tensors=tensors,
-        inputs=_arguments(signature.get("input_specs"), "user_input", values),
-        outputs=_arguments(signature.get("output_specs"), "user_output", values),
-        dims=_dims(program.get("range_constraints")),
-        torch_version=as_text(program.get("torch_version")),
-        schema_version=f"{schema['major']}.{schema.get('minor')}" if "major" in schema else None,
-        operators=len(_list(graph.get("nodes"))),
-        findings=findings,
-        refused=refused,
-    )
-
-
-def _arguments(specs: Any, kind: str, values: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
-    arguments = []
+def _arguments(specs: Any, kind: str, values: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return `name`, `dtype` and `shape` of each; a dynamic size is a symbol's name."""
+    arguments: list[Mapping[str, Any]] = []
     for spec in _list(specs):
         if not isinstance(spec, dict) or kind not in spec:
             continue
@@ -183,7 +143,7 @@ def _arguments(specs: Any, kind: str, values: Mapping[str, Any]) -> tuple[Mappin
         shape = [_size(size) for size in _list(meta.get("sizes"))]
         element = str(dtype).removeprefix("torch.") if dtype else None
         arguments.append({"name": name, "dtype": element, "shape": shape})
-    return tuple(arguments)
+    return arguments
 
 
 def _size(size: Any) -> int | str:
@@ -194,6 +154,7 @@ def _size(size: Any) -> int | str:
 
 
 def _dims(constraints: Any) -> dict[str, dict[str, int | None]]:
+    """Return symbol → its smallest and largest size."""
     return {
         _symbol(name): {end: as_dict(span).get(f"{end}_val") for end in ("min", "max")}
         for name, span in as_dict(constraints).items()

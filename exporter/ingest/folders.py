@@ -17,18 +17,19 @@ from modelyard.archiver.errors import ArchiveError
 from modelyard.archiver.read import Archive, open_archive
 from modelyard.exporter.errors import CheckpointError
 from modelyard.exporter.ingest import dcp
-from modelyard.exporter.ingest.kinds import tensor_map, weight_sets
+from modelyard.exporter.ingest.kinds import (
+    match_profiles,
+    spread_over_ranks,
+    tensor_map,
+    weight_sets,
+)
 from modelyard.exporter.ingest.mlflow import read_mlflow
-from modelyard.exporter.ingest.safetensors_file import read_shards
 from modelyard.exporter.ingest.single_file import (
     Announce,
-    danger_notes,
-    match_profiles,
     may_hold_weights,
     parse_beside,
     read_file,
     refusal,
-    spread_over_ranks,
 )
 from modelyard.exporter.ingest.source import (
     DETERMINED_WEIGHTS,
@@ -127,8 +128,7 @@ def _determined(folder: Path, announce: Announce | None) -> ParsedCheckpoint:
         path = next(_present(folder, *DETERMINED_WEIGHTS, "checkpoint.pt"), None)
         if path is None:
             raise CheckpointError(
-                f'"{folder.name}" is a Determined checkpoint without state_dict.pth; download it '
-                "again with all its files"
+                f'"{folder.name}" is a Determined checkpoint without state_dict.pth; copy it again'
             )
         parsed = read_file(Source.of_file(path), announce)
     stated, steps = load_data.get("hparams"), metadata.get("steps_completed")
@@ -195,7 +195,7 @@ def _weights_folder(folder: Path, announce: Announce | None) -> ParsedCheckpoint
     if path.suffix != ".json":
         return read_file(Source.of_file(path), announce)
     kind = "safetensors" if ".safetensors" in path.suffixes else "state dict"
-    tensors, shards = read_shards(path, lambda shard: read_file(Source.of_file(shard), announce))
+    tensors, shards = _read_shards(path, announce)
     refused = tuple(sorted({name for shard in shards for name in shard.refused}))
     return ParsedCheckpoint(
         kind=f"{kind} (sharded)",
@@ -204,8 +204,41 @@ def _weights_folder(folder: Path, announce: Announce | None) -> ParsedCheckpoint
         training={key: value for shard in shards for key, value in shard.training.items()},
         paths=(path, *(file for shard in shards for file in shard.paths)),
         refused=refused,
-        notes=danger_notes(refused),
     )
+
+
+def _read_shards(
+    index: Path, announce: Announce | None
+) -> tuple[dict[str, Tensor], list[ParsedCheckpoint]]:
+    """Read the files that a `….index.json` names, and no file outside its folder.
+
+    Returns:
+        The tensors in the order of the index, and what was read.
+
+    Raises:
+        CheckpointError: a shard is missing, or has other names than the index says.
+    """
+    weight_map = read_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f'"{index.name}" has no weight_map; copy the folder again')
+    shards: dict[str, ParsedCheckpoint] = {}
+    for name in sorted({str(value) for value in weight_map.values()}):
+        if not PLAIN_NAME.fullmatch(name):
+            raise CheckpointError(
+                f'"{index.name}" is refused: its shard {name!r} is not a plain file name'
+            )
+        if not (index.parent / name).is_file():
+            raise CheckpointError(f'"{index.name}" names "{name}", which is missing: copy it too')
+        shards[name] = read_file(Source.of_file(inside(index.parent, name)), announce)
+    tensors = {}
+    for name, shard in weight_map.items():
+        found = shards[shard].weights.get("")
+        if found is None or name not in found.tensors:
+            raise CheckpointError(
+                f'"{index.name}": "{name}" is not in "{shard}"; copy the folder again'
+            )
+        tensors[name] = found.tensors[name]
+    return tensors, list(shards.values())
 
 
 def _distributed_inside(
@@ -266,7 +299,6 @@ def _distributed(folder: Path, announce: Announce | None) -> ParsedCheckpoint:
         writer_version=index.version,
         training={**training, **({"optimizers": sorted(optimizers)} if optimizers else {})},
         refused=refused,
-        notes=danger_notes(refused),
     )
     meta = folder / "meta.pt"
     return _with_meta(parsed, meta) if meta.is_file() else parsed
@@ -346,8 +378,7 @@ def _ray(folder: Path, announce: Announce | None) -> ParsedCheckpoint:
         parsed = read_folder(inside(folder, "checkpoint"), announce)
     else:
         raise CheckpointError(
-            f'"{folder.name}" is a Ray Train checkpoint with files of your own; give the file of '
-            "weights itself"
+            f'"{folder.name}" is of Ray Train with files of your own; give the file of weights'
         )
     return replace(parsed, kind=f"Ray Train checkpoint ({parsed.kind})", writer="Ray Train")
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from modelyard.base.extras import how_to_install
-from modelyard.base.nearest import nearest
+from modelyard.base.nearest import did_you_mean
 from modelyard.exporter.errors import CheckpointError, ModelError, UsageError, cause
 from modelyard.exporter.ingest.value import (
     Checkpoint,
@@ -21,7 +21,6 @@ from modelyard.exporter.ingest.value import (
     check_model_args,
     code_names,
     list_shown,
-    such_as,
 )
 from modelyard.exporter.tables import read_table
 
@@ -70,10 +69,9 @@ def build_hugging_face(
     notes = [] if notes is None else notes
     name = checkpoint.path.name
     if task is not None and task not in TASKS:
-        near = nearest(task, TASKS)
         raise UsageError(
-            f'--task "{task}" is unknown; expected {f"{near}, or another" if near else "one"} of '
-            f"{', '.join(TASKS)}"
+            f'--task "{task}" is unknown; expected one of {", ".join(TASKS)}'
+            f"{did_you_mean(task, TASKS)}"
         )
     content = dict(checkpoint.hyper_parameters)
     if "auto_map" in content and not is_trusted:
@@ -88,30 +86,39 @@ def build_hugging_face(
             "the library that wrote them; save them anew after model.dequantize()"
         )
     transformers = _imported("transformers", checkpoint)
+    model_args = model_args or {}
     if "auto_map" in content:
-        return _remote(transformers, checkpoint, task, model_args or {}, keeps_cache, notes)
-    config = _configuration(transformers, content, model_args or {}, name, notes)
-    if not keeps_cache:
-        _leave_cache_out(config, model_args or {})
-    found = _model_class(transformers, config, checkpoint, class_name, task)
-    try:
-        model, loaded = found.from_pretrained(
-            None, config=config, state_dict=dict(checkpoint.tensors), output_loading_info=True
-        )
-    # transformers fails in whatever way the configuration or a tensor does not suit it.
-    except Exception as error:
-        raise ModelError(
-            f'transformers cannot build {found.__name__} of "{name}": {cause(error)}; give --model'
-        ) from error
-    is_chosen = class_name is not None or task is not None
-    _check_loaded(loaded, checkpoint, found.__name__, notes if is_chosen else None)
+        model = _remote(transformers, checkpoint, task, model_args)
+    else:
+        config = _configuration(transformers, content, model_args, name, notes)
+        if not keeps_cache:
+            _leave_cache_out(config, model_args)
+        found = _model_class(transformers, config, checkpoint, class_name, task)
+        try:
+            model, loaded = found.from_pretrained(
+                None, config=config, state_dict=dict(checkpoint.tensors), output_loading_info=True
+            )
+        # transformers fails in whatever way the configuration or a tensor does not suit it.
+        except Exception as error:
+            raise ModelError(
+                f'transformers cannot build {found.__name__} of "{name}": {cause(error)}; give '
+                "--model"
+            ) from error
+        is_chosen = class_name is not None or task is not None
+        _check_loaded(loaded, checkpoint, found.__name__, notes if is_chosen else None)
     assert isinstance(model, nn.Module)
-    _use_plain_experts(model)
-    uses = [getattr(part, "use_cache", None) for part, _ in _parts(config, {})]
-    if not keeps_cache and _caches(model) and False in uses:
-        notes.append(
-            "it was built with use_cache=False, so its outputs hold no cache (past_key_values)"
-        )
+    # A mixture's experts by torch's own operators, which every format has: transformers' default
+    # is one of its own, which ONNX lacks, and which a program needs transformers to load.
+    chosen: dict[str, str] = getattr(model, "get_experts_implementation", dict)()
+    if "grouped_mm" in chosen.values():
+        model.set_experts_implementation("batched_mm")  # type: ignore[operator]
+    if not keeps_cache:
+        _leave_cache_out(model.config, model_args)
+        uses = [getattr(part, "use_cache", None) for part, _ in _parts(model.config, {})]
+        if _caches(model) and False in uses:
+            notes.append(
+                "it was built with use_cache=False, so its outputs hold no cache (past_key_values)"
+            )
     return model
 
 
@@ -173,8 +180,7 @@ def _configuration(
     # Each configuration class checks its values in its own way.
     except Exception as error:
         raise ModelError(
-            f'"{name}/config.json" is refused by transformers: {cause(error)}; correct it, or give '
-            "--model"
+            f'transformers refuses "{name}/config.json": {cause(error)}; correct it or give --model'
         ) from error
     for part, given in _parts(config, model_args):
         if "return_dict" not in given:  # without it outputs have no names
@@ -238,16 +244,11 @@ def _parts(config: Any, model_args: Mapping[str, Any]) -> Iterator[tuple[Any, Ma
             yield from _parts(part, given if isinstance(given, Mapping) else model_args)
 
 
-def _leave_cache_out(config: Any, model_args: Mapping[str, Any]) -> bool:
-    """Let no part give its cache, unless that was asked for; return whether one would have."""
-    caching = [
-        part
-        for part, given in _parts(config, model_args)
-        if getattr(part, "use_cache", None) and "use_cache" not in given
-    ]
-    for part in caching:
-        part.use_cache = False
-    return bool(caching)
+def _leave_cache_out(config: Any, model_args: Mapping[str, Any]) -> None:
+    """Let no part give its cache, unless that was asked for."""
+    for part, given in _parts(config, model_args):
+        if getattr(part, "use_cache", None) and "use_cache" not in given:
+            part.use_cache = False
 
 
 def _caches(model: Any) -> bool:
@@ -263,11 +264,7 @@ def _autos(task: str | None) -> list[str]:
 
 
 def _model_class(
-    transformers: Any,
-    config: Any,
-    checkpoint: Checkpoint,
-    class_name: str | None,
-    task: str | None,
+    transformers: Any, config: Any, checkpoint: Checkpoint, class_name: str | None, task: str | None
 ) -> Any:
     """Return the class that was asked for, or the one that `config.json` names."""
     version = transformers.__version__
@@ -290,10 +287,9 @@ def _model_class(
     found = getattr(transformers, name, None) if name else None
     if not (inspect.isclass(found) and issubclass(found, transformers.PreTrainedModel)):
         if class_name is not None:
-            near = nearest(class_name, dir(transformers))
             raise UsageError(
-                f'--model transformers:{class_name}: transformers {version} has no model "'
-                f'{class_name}"{f"; did you mean {near}?" if near else ""}'
+                f"--model transformers:{class_name}: transformers {version} has no model "
+                f'"{class_name}"{did_you_mean(class_name, dir(transformers))}'
             )
         seen = f'names the class "{name}"' if name else "names no class"
         raise ModelError(
@@ -304,44 +300,19 @@ def _model_class(
 
 
 def _remote(
-    transformers: Any,
-    checkpoint: Checkpoint,
-    task: str | None,
-    model_args: Mapping[str, Any],
-    keeps_cache: bool,
-    notes: list[str],
-) -> nn.Module:
+    transformers: Any, checkpoint: Checkpoint, task: str | None, model_args: Mapping[str, Any]
+) -> Any:
     """Let the folder's own code build its model: the class of `architectures`, or of the task."""
     classes = as_dict(checkpoint.hyper_parameters.get("auto_map"))
     own = checkpoint.class_hint.name if checkpoint.class_hint else ""
     fitting = [auto for auto, code in classes.items() if str(code).endswith(f".{own}")]
     auto = next((auto for auto in (*_autos(task), *fitting) if auto in classes), "AutoModel")
+    options = {"trust_remote_code": True, "local_files_only": True, **model_args}
     try:
-        model = getattr(transformers, auto).from_pretrained(
-            checkpoint.path.as_posix(),
-            trust_remote_code=True,
-            local_files_only=True,
-            **model_args,
-        )
+        return getattr(transformers, auto).from_pretrained(checkpoint.path.as_posix(), **options)
     # The folder's own code runs.
     except Exception as error:
         raise ModelError(f"the folder's own class fails: {cause(error)}; give --model") from error
-    assert isinstance(model, nn.Module)
-    _use_plain_experts(model)
-    if not keeps_cache and _leave_cache_out(model.config, model_args):
-        notes.append("it runs with use_cache=False, so its outputs hold no cache")
-    return model
-
-
-def _use_plain_experts(model: Any) -> None:
-    """Compute a mixture's experts by torch's own operators, which every format has.
-
-    transformers' default is an operator of its own: ONNX lacks it, and a program that holds it
-    needs transformers to load.
-    """
-    chosen: dict[str, str] = getattr(model, "get_experts_implementation", dict)()
-    if "grouped_mm" in chosen.values():
-        model.set_experts_implementation("batched_mm")
 
 
 def _check_loaded(
@@ -428,7 +399,7 @@ def _timm_factory(
     if not timm.is_model(name.partition(".")[0]):
         raise ModelError(
             f'timm {timm.__version__} has no model "{name}"; expected one of timm.list_models()'
-            f"{such_as(name, timm.list_models())}"
+            f"{did_you_mean(name, timm.list_models())}"
         )
 
     def create(**arguments: Any) -> nn.Module:

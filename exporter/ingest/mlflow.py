@@ -5,7 +5,7 @@ Of its flavors, `pytorch` (a pickled module, an exported program or a state dict
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from modelyard.archiver.signature import DTYPES
 from modelyard.archiver.untrusted.yaml import parse_yaml
 from modelyard.exporter.errors import CheckpointError
-from modelyard.exporter.ingest.single_file import ONNX, PROGRAM, Announce, read_file
+from modelyard.exporter.ingest.single_file import Announce, read_file
 from modelyard.exporter.ingest.source import PLAIN_NAME, Source, inside
 from modelyard.exporter.ingest.value import ParsedCheckpoint, as_dict, as_text
 
@@ -31,18 +31,20 @@ def read_mlflow(folder: Path, announce: Announce | None) -> ParsedCheckpoint:
     content = as_dict(_parsed(described, parse_yaml, "YAML"))
     path = _file(folder, as_dict(content.get("flavors")))
     parsed = read_file(Source.of_file(path), announce)
-    is_program = parsed.kind in (PROGRAM, ONNX)
     signature = as_dict(content.get("signature"))
+    inputs, columns = _inputs(signature)
+    params = signature.get("params")
+    said = f"its signature has parameters, which the artifact has at their defaults: {params}"
     return replace(
         parsed,
-        kind=parsed.kind if is_program else f"MLflow model ({parsed.kind})",
+        kind=parsed.kind if parsed.is_program else f"MLflow model ({parsed.kind})",
         paths=(*parsed.paths, described),
         writer="MLflow",
         writer_version=as_text(content.get("mlflow_version")),
-        program=path if is_program else None,
-        inputs=parsed.inputs or _inputs(signature),
-        columns=_columns(signature),
-        notes=(*parsed.notes, *_notes(signature)),
+        program=path if parsed.is_program else None,
+        inputs=parsed.inputs or inputs,
+        columns=columns,
+        notes=(*parsed.notes, *([said] if params not in (None, "[]") else [])),
         example=_example(folder, as_dict(content.get("saved_input_example_info"))),
     )
 
@@ -71,13 +73,18 @@ def _file(folder: Path, flavors: Mapping[str, Any]) -> Path:
     return path
 
 
-def _inputs(signature: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return what the signature says, as `--input` is written; without a name where it has none."""
+def _inputs(signature: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return what the signature says, as `--input` is written, and the names of a table's columns.
+
+    An input is without a name where the signature has none.
+    """
     try:
         specs = json.loads(signature["inputs"])
-        kinds = {spec["type"] for spec in specs}
-        if "tensor" not in kinds:  # columns of a table, which MLflow hands over as one tensor
-            return (f":float32[batch,{len(specs)}]",)
+        if "tensor" not in {spec["type"] for spec in specs}:
+            names = [spec.get("name") for spec in specs]
+            # Columns of a table, which MLflow hands over as one tensor.
+            columns = () if None in names else tuple(map(str, names))
+            return (f":float32[batch,{len(specs)}]",), columns
         lines = []
         for place, spec in enumerate(specs):
             tensor = spec["tensor-spec"]
@@ -88,27 +95,12 @@ def _inputs(signature: Mapping[str, Any]) -> tuple[str, ...]:
                 for axis, size in enumerate(tensor["shape"])
             ]
             if tensor["dtype"] not in DTYPES:
-                return ()
+                return (), ()
             lines.append(f"{named}:{tensor['dtype']}[{','.join(map(str, sizes))}]")
-        return tuple(lines)
+        return tuple(lines), ()
     # A signature of objects or parameters, or one that a person wrote.
-    except (KeyError, TypeError, ValueError, RecursionError):
-        return ()
-
-
-def _columns(signature: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of a table's columns; none of another signature."""
-    try:
-        specs = json.loads(signature["inputs"])
-        are_tensors = any(spec["type"] == "tensor" for spec in specs)
-        return () if are_tensors else tuple(str(spec["name"]) for spec in specs)
-    except (KeyError, TypeError, ValueError, RecursionError):
-        return ()
-
-
-def _notes(signature: Mapping[str, Any]) -> Iterator[str]:
-    if (params := signature.get("params")) not in (None, "[]"):
-        yield f"its signature has parameters, which the artifact has at their defaults: {params}"
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
+        return (), ()
 
 
 def _example(folder: Path, info: Mapping[str, Any]) -> Any:

@@ -10,6 +10,7 @@ from modelyard.exporter.errors import CheckpointError
 from modelyard.exporter.ingest.source import Source, inside
 from modelyard.handlers.judge.onnx_file import check_onnx, inside_folder
 
+ONNX = "ONNX"
 # The largest file that protobuf, and so a single .onnx, can be.
 MAX_BYTES = 2**31 - 1
 

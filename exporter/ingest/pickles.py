@@ -10,7 +10,7 @@ Source: the opcodes of protocols 0 to 5, https://docs.python.org/3/library/pickl
 import _compat_pickle
 import pickletools
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any, cast
 
@@ -159,9 +159,6 @@ class _Machine:
 
     # Stack and memo.
 
-    def mark(self, _: Any) -> None:
-        self.marks.append(len(self.stack))
-
     def pop_mark(self) -> list[Any]:
         start = self.marks.pop()
         if start > len(self.stack):
@@ -179,14 +176,17 @@ class _Machine:
         self.top()
         return self.stack.pop()
 
+    def popped(self, count: int) -> tuple[Any, ...]:
+        return tuple([self.pop() for _ in range(count)][::-1])
+
     def drop(self, _: Any) -> None:
         if self.marks and self.marks[-1] == len(self.stack):
             self.marks.pop()
         else:
             self.pop()
 
-    def put(self, index: int) -> None:
-        self.memo[index] = self.top()
+    def put(self, index: int | None) -> None:
+        self.memo[len(self.memo) if index is None else index] = self.top()
 
     def get(self, index: int) -> None:
         if index not in self.memo:
@@ -195,17 +195,10 @@ class _Machine:
 
     # Containers.
 
-    def tuple_of(self, size: int | None) -> None:
-        items = self.pop_mark() if size is None else [self.pop() for _ in range(size)][::-1]
-        self.stack.append(tuple(items))
-
     def dict_of(self, _: Any) -> None:
         items = self.pop_mark()
         self.stack.append({})
         self.set_pairs(items)
-
-    def frozenset_of(self, _: Any) -> None:
-        self.stack.append(frozenset(hashable(item) for item in self.pop_mark()))
 
     def extend(self, items: list[Any]) -> None:
         target = self.top()
@@ -224,7 +217,7 @@ class _Machine:
         else:
             self.extend(items)
 
-    def set_pairs(self, items: list[Any]) -> None:
+    def set_pairs(self, items: Sequence[Any]) -> None:
         if len(items) % 2:
             raise BadPickle("a key without a value")
         target = self.top()
@@ -244,7 +237,7 @@ class _Machine:
         self.push_name(module, name)
 
     def stack_name(self, _: Any) -> None:
-        name, module = self.pop(), self.pop()
+        module, name = self.popped(2)
         if not isinstance(name, str) or not isinstance(module, str):
             raise BadPickle("a name that is not text")
         self.push_name(module, name)
@@ -256,13 +249,9 @@ class _Machine:
         self.wanted.add(found.dotted)
         self.stack.append(self.name_value(found))
 
-    def call(self, _: Any) -> None:
-        args, function = self.pop(), self.pop()
-        self.push_call(function, args)
-
     def call_with_keywords(self, _: Any) -> None:
-        keywords, args, function = self.pop(), self.pop(), self.pop()
-        made = self.push_call(function, args)
+        *called, keywords = self.popped(3)
+        made = self.push_call(*called)
         if keywords and isinstance(made, UnresolvedCall):
             made.state.append(keywords)
 
@@ -340,28 +329,29 @@ _CONSTANTS: Mapping[str, Callable[[], Any]] = {
 _ACTIONS: Mapping[str, Callable[[_Machine, Any], None]] = {
     "PROTO": _Machine.proto,
     "STOP": lambda machine, _: setattr(machine, "stopped", True),
-    "MARK": _Machine.mark,
+    "MARK": lambda machine, _: machine.marks.append(len(machine.stack)),
     "POP": _Machine.drop,
     "POP_MARK": lambda machine, _: machine.pop_mark().clear(),
     "DUP": lambda machine, _: machine.stack.append(machine.top()),
-    **dict.fromkeys(("PUT", "BINPUT", "LONG_BINPUT"), _Machine.put),
-    "MEMOIZE": lambda machine, _: machine.put(len(machine.memo)),
+    **dict.fromkeys(("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"), _Machine.put),
     **dict.fromkeys(("GET", "BINGET", "LONG_BINGET"), _Machine.get),
-    "TUPLE": lambda machine, _: machine.tuple_of(None),
-    "TUPLE1": lambda machine, _: machine.tuple_of(1),
-    "TUPLE2": lambda machine, _: machine.tuple_of(2),
-    "TUPLE3": lambda machine, _: machine.tuple_of(3),
+    "TUPLE": lambda machine, _: machine.stack.append(tuple(machine.pop_mark())),
+    "TUPLE1": lambda machine, _: machine.stack.append(machine.popped(1)),
+    "TUPLE2": lambda machine, _: machine.stack.append(machine.popped(2)),
+    "TUPLE3": lambda machine, _: machine.stack.append(machine.popped(3)),
     "LIST": lambda machine, _: machine.stack.append(machine.pop_mark()),
     "DICT": _Machine.dict_of,
-    "FROZENSET": _Machine.frozenset_of,
+    "FROZENSET": lambda machine, _: machine.stack.append(
+        frozenset(hashable(item) for item in machine.pop_mark())
+    ),
     "APPEND": lambda machine, _: machine.extend([machine.pop()]),
     "APPENDS": lambda machine, _: machine.extend(machine.pop_mark()),
     "ADDITEMS": _Machine.add_items,
-    "SETITEM": lambda machine, _: machine.set_pairs([machine.pop(), machine.pop()][::-1]),
+    "SETITEM": lambda machine, _: machine.set_pairs(machine.popped(2)),
     "SETITEMS": lambda machine, _: machine.set_pairs(machine.pop_mark()),
     "GLOBAL": _Machine.name,
     "STACK_GLOBAL": _Machine.stack_name,
-    **dict.fromkeys(("REDUCE", "NEWOBJ"), _Machine.call),
+    **dict.fromkeys(("REDUCE", "NEWOBJ"), lambda machine, _: machine.push_call(*machine.popped(2))),
     "NEWOBJ_EX": _Machine.call_with_keywords,
     "INST": _Machine.instance,
     "OBJ": _Machine.object,

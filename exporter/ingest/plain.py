@@ -44,7 +44,7 @@ def to_plain(value: Any, allowed: AbstractSet[str]) -> Any:
         value: what `pickles.read_pickle` or torch gave.
         allowed: dotted names of the classes that may become values.
     """
-    return _Plain(allowed).convert(value, 0)
+    return _convert(value, allowed, iter(range(_MAX_NODES)), 0)
 
 
 def to_array(value: Any) -> "np.ndarray[Any, Any] | None":
@@ -77,57 +77,39 @@ def stock_class(name: Global) -> type[nn.Module] | None:
     return found if found.__module__ == name.module else None
 
 
-class _Plain:
-    def __init__(self, allowed: AbstractSet[str]) -> None:
-        self._allowed = allowed
-        self._left = _MAX_NODES
+def _convert(value: Any, allowed: AbstractSet[str], left: Iterator[int], depth: int) -> Any:
+    if depth > _MAX_DEPTH or next(left, None) is None:
+        return Placeholder("too deeply nested")
 
-    def convert(self, value: Any, depth: int) -> Any:
-        self._left -= 1
-        if depth > _MAX_DEPTH or self._left < 0:
-            return Placeholder("too deeply nested")
-        if isinstance(value, UnresolvedCall):
-            return self._inert(value, depth)
-        if isinstance(value, Global):
-            return self._name(value)
-        if isinstance(value, Mapping):
-            return {self._key(k): self.convert(v, depth + 1) for k, v in value.items()}
-        if isinstance(value, list | tuple | set | frozenset) and not isinstance(value, torch.Size):
-            items = [self.convert(item, depth + 1) for item in value]
-            return tuple(items) if isinstance(value, tuple) else items
-        if isinstance(value, np.generic):
-            return value.item()
-        return value
+    def inner(item: Any) -> Any:
+        return _convert(item, allowed, left, depth + 1)
 
-    def _key(self, key: Any) -> Any:
-        if isinstance(key, str | int | float | bool | None):
-            return key
-        if isinstance(key, Global):
-            return key.dotted  # Lightning before 1.x: a callback's class
-        return str(key) if isinstance(key, tuple | bytes) else str(self.convert(key, _MAX_DEPTH))
-
-    def _name(self, name: Global) -> Any:
-        if name.dotted in self._allowed:
-            return name.dotted
-        if "torch.nn.*" in self._allowed and (found := stock_class(name)) is not None:
-            return found
-        return Placeholder(name.dotted)
-
-    def _inert(self, value: UnresolvedCall, depth: int) -> Any:
-        if value.dotted not in self._allowed:
-            return Placeholder(value.dotted)
-        maker = _MAKERS.get(value.dotted)
+    if isinstance(value, UnresolvedCall):
+        maker = _MAKERS.get(value.dotted) if value.dotted in allowed else None
         made = _UNMADE if maker is None else maker(value)
-        if made is _UNMADE:
-            return Placeholder(value.dotted)
-        return self.convert(made, depth + 1)
+        return Placeholder(value.dotted) if made is _UNMADE else inner(made)
+    if isinstance(value, Global):
+        if value.dotted in allowed:
+            return value.dotted
+        found = stock_class(value) if "torch.nn.*" in allowed else None
+        return found or Placeholder(value.dotted)
+    if isinstance(value, Mapping):
+        return {_key(key): inner(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset) and not isinstance(value, torch.Size):
+        items = [inner(item) for item in value]
+        return tuple(items) if isinstance(value, tuple) else items
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _key(key: Any) -> Any:
+    if isinstance(key, str | int | float | bool | None):
+        return key
+    if isinstance(key, Global):
+        return key.dotted  # Lightning before 1.x: a callback's class
+    return f"<{key.dotted}>" if isinstance(key, UnresolvedCall) else str(key)
 
 
 _UNMADE = object()
-
-
-def _namespace(value: UnresolvedCall) -> Any:
-    return value.attributes
 
 
 def _dict_items(value: UnresolvedCall) -> Any:
@@ -183,16 +165,9 @@ def _scalar(value: UnresolvedCall) -> Any:
     return _UNMADE if array is None else array.item()
 
 
-def _to_tensor(value: UnresolvedCall) -> Any:
+def _to_array(value: UnresolvedCall) -> Any:
     array = to_array(value)
-    if array is None:
-        return _UNMADE
-    return array if array.ndim else array.item()
-
-
-def _dtype_name(value: UnresolvedCall) -> Any:
-    dtype = _numpy_dtype(value)
-    return _UNMADE if dtype is None else dtype.name
+    return _UNMADE if array is None else array if array.ndim else array.item()
 
 
 def _array(shape: Any, dtype: Any, order: Any, content: Any) -> "np.ndarray[Any, Any] | None":
@@ -243,10 +218,10 @@ SCALARS = frozenset(_both("multiarray", "scalar"))
 _MAKERS: Mapping[str, Callable[[UnresolvedCall], Any]] = {
     name: maker
     for maker, names in (
-        (_to_tensor, " ".join(RECONSTRUCT | FROMBUFFER)),
+        (_to_array, " ".join(RECONSTRUCT | FROMBUFFER)),
         (_scalar, " ".join(SCALARS)),
-        (_dtype_name, "numpy.dtype"),
-        (_namespace, "argparse.Namespace types.SimpleNamespace"),
+        (lambda value: getattr(_numpy_dtype(value), "name", _UNMADE), "numpy.dtype"),
+        (lambda value: value.attributes, "argparse.Namespace types.SimpleNamespace"),
         (_path, "pathlib.PosixPath pathlib.PurePosixPath pathlib._local.PosixPath"),
         (_path, "pathlib.WindowsPath pathlib.PureWindowsPath"),
         (_dict_items, "collections.defaultdict builtins.dict"),
@@ -303,8 +278,7 @@ def _walk(tree: UnresolvedCall) -> Iterator[tuple[str, UnresolvedCall]]:
                 if is_module(child)
             ]
     raise CheckpointError(
-        f"it holds a tree of more than {_MAX_MODULES} modules, or one inside of itself; save "
-        "model.state_dict() alone"
+        f"it holds over {_MAX_MODULES} modules, or itself; save model.state_dict() alone"
     )
 
 

@@ -48,7 +48,7 @@ class Rebuilder:
     """
 
     def __init__(self, *, storages_are_filled: bool = True) -> None:
-        self._sparse: list[Tensor] = []
+        self._sparse: list[tuple[Any, Any]] = []
         self._calls: dict[str, Callable[..., Any]] = {
             **_CALLS,
             **dict.fromkeys(_FROM_TYPE, self._rebuild_from_type),
@@ -71,15 +71,12 @@ class Rebuilder:
         Raises:
             BadPickle: a sparse tensor whose indices leave it.
         """
-        for tensor in self._sparse:
-            try:
-                _check_sparse(tensor)
-            except RuntimeError as error:
-                raise BadPickle(f"a sparse tensor that is wrong: {error}") from error
+        for layout, data in self._sparse:
+            _rebuild_sparse(layout, data, is_checked=True)
 
     def _rebuild_sparse(self, layout: Any, data: Any) -> Tensor:
-        self._sparse.append(_rebuild_sparse(layout, data))
-        return self._sparse[-1]
+        self._sparse.append((layout, data))
+        return _rebuild_sparse(layout, data)
 
     def _rebuild_from_type(self, function: Any, kind: Any, args: Any, _state: Any) -> Any:
         """Rebuild a tensor with attributes; of a subclass, nothing."""
@@ -222,10 +219,6 @@ def _rebuild_quantized(
     return empty.set_(storage.untyped, offset, size, stride)
 
 
-def _rebuild_meta(dtype: Any, size: Any, stride: Any, *_: Any) -> Tensor:
-    return torch.empty_strided(_sizes(size), _sizes(stride), dtype=_dtype(dtype), device="meta")
-
-
 def _rebuild_on_cpu(data: Any, dtype: Any, *_: Any) -> Any:
     """Rebuild the tensor of a device that has no storages of its own (XLA)."""
     if isinstance(data, UnresolvedCall):
@@ -238,7 +231,7 @@ def _rebuild_on_cpu(data: Any, dtype: Any, *_: Any) -> Any:
     return data.to(_dtype(dtype))
 
 
-def _rebuild_sparse(layout: Any, data: Any) -> Tensor:
+def _rebuild_sparse(layout: Any, data: Any, is_checked: bool = False) -> Tensor:
     if not isinstance(data, tuple) or not all(
         isinstance(part, Tensor) and part.layout is torch.strided for part in data[:2]
     ):
@@ -246,33 +239,18 @@ def _rebuild_sparse(layout: Any, data: Any) -> Tensor:
     try:
         if layout is torch.sparse_coo and len(data) in (3, 4):
             indices, values, size, *rest = data
-            is_coalesced = rest[0] if rest and isinstance(rest[0], bool) else None
+            merged = rest[0] if rest and isinstance(rest[0], bool) else None
             return torch.sparse_coo_tensor(
-                indices, values, _sizes(size), is_coalesced=is_coalesced, check_invariants=False
+                indices, values, _sizes(size), is_coalesced=merged, check_invariants=is_checked
             )
         if layout in _COMPRESSED and len(data) == 4 and isinstance(data[2], Tensor):
             outer, inner, values, size = data
             return torch.sparse_compressed_tensor(
-                outer, inner, values, _sizes(size), layout=layout, check_invariants=False
+                outer, inner, values, _sizes(size), layout=layout, check_invariants=is_checked
             )
     except RuntimeError as error:
         raise BadPickle(f"a sparse tensor that is wrong: {error}") from error
     raise BadPickle(f"a sparse tensor of layout {layout}")
-
-
-def _check_sparse(tensor: Tensor) -> None:
-    size = tensor.size()
-    if tensor.layout is torch.sparse_coo:
-        parts = (tensor._indices(), tensor._values(), size, tensor.is_coalesced())
-        torch._validate_sparse_coo_tensor_args(*parts, check_pinning=False)
-        return
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        indices = tensor.crow_indices(), tensor.col_indices()
-    else:
-        indices = tensor.ccol_indices(), tensor.row_indices()
-    torch._validate_sparse_compressed_tensor_args(
-        *indices, tensor.values(), size, tensor.layout, check_pinning=False
-    )
 
 
 def _rebuild_nested(buffer: Any, sizes: Any, strides: Any, offsets: Any) -> Tensor:
@@ -363,7 +341,9 @@ _CALLS: Mapping[str, Callable[..., Any]] = {
     "torch._utils._rebuild_parameter": _rebuild_parameter,
     "torch._utils._rebuild_parameter_with_state": _rebuild_parameter,
     "torch._utils._rebuild_qtensor": _rebuild_quantized,
-    "torch._utils._rebuild_meta_tensor_no_storage": _rebuild_meta,
+    "torch._utils._rebuild_meta_tensor_no_storage": lambda dtype, size, stride, *_: (
+        torch.empty_strided(_sizes(size), _sizes(stride), dtype=_dtype(dtype), device="meta")
+    ),
     "torch._utils._rebuild_device_tensor_from_numpy": _rebuild_on_cpu,
     "torch._utils._rebuild_xla_tensor": _rebuild_on_cpu,
     "torch._utils._rebuild_device_tensor_from_cpu_tensor": _rebuild_on_cpu,

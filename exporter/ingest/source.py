@@ -107,30 +107,26 @@ class Source:
 class Window:
     """A stream over bytes that never allocates more than there is to read."""
 
-    def __init__(self, data: memoryview, position: int = 0) -> None:
+    def __init__(self, data: memoryview) -> None:
         self._data = data
-        self._position = position
+        self._position = 0
 
-    def read(self, size: int = -1) -> bytes:
-        """Return at most `size` bytes; all that is left when it is negative."""
-        left = len(self._data) - self._position
-        taken = max(left, 0) if size < 0 or size > left else size
-        start, self._position = self._position, self._position + taken
-        return bytes(self._data[start : start + taken])
+    def read(self, size: int) -> bytes:
+        """Return at most `size` bytes."""
+        taken = bytes(self._data[self._position : self._position + size])
+        self._position += len(taken)
+        return taken
 
     def readline(self) -> bytes:
         """Return bytes to the next newline; of a longer line, its first 64 KiB."""
         ahead = bytes(self._data[self._position : self._position + _MAX_LINE])
-        end = ahead.find(b"\n") + 1
-        line = ahead[:end] if end else ahead
+        line = ahead[: ahead.find(b"\n") + 1] or ahead
         self._position += len(line)
         return line
 
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Move, as files do."""
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: len(self._data)}[whence]
-        self._position = max(0, base + offset)
-        return self._position
+    def skip(self, count: int) -> None:
+        """Go on behind so many bytes."""
+        self._position += count
 
     def tell(self) -> int:
         """Return where the next read starts."""
@@ -257,8 +253,7 @@ def zip_names(source: Source) -> Mapping[str, bytes]:
     problems = reader.check()
     if not reader.members and problems:
         raise CheckpointError(
-            f'"{source.name}" starts as a zip and is none: {problems[0]}; it is damaged or cut '
-            "short: copy it again"
+            f'"{source.name}" is a zip that is damaged or cut short: {problems[0]}; copy it again'
         )
     names = {member.name: b"" for member in reader.members}
     for member in reader.members:
@@ -301,11 +296,7 @@ def _tar_names(source: Source) -> Iterator[str]:
     stream = Inflated(source) if is_packed else Window(source.data)
     for entry in read_entries(stream.read):
         yield entry.name.removeprefix("./")
-        left = entry.size_bytes + -entry.size_bytes % BLOCK_BYTES
-        if isinstance(stream, Inflated):
-            stream.skip(left)
-        else:
-            stream.seek(left, io.SEEK_CUR)
+        stream.skip(entry.size_bytes + -entry.size_bytes % BLOCK_BYTES)
 
 
 def sniff_folder(folder: Path) -> str:

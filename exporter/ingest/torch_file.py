@@ -1,22 +1,33 @@
 """What `torch.save` writes, in the zip and the legacy format → its object, with tensors mapped.
 
+And TorchScript → the state dict of its module, without loading the program.
+
 Source: `torch/serialization.py`, `_save` and `_legacy_save`.
 """
 
+import re
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from modelyard.archiver.untrusted.container import Damaged
 from modelyard.archiver.untrusted.zip import TORCH_RULES, ZipMember, ZipReader
 from modelyard.exporter.errors import CheckpointError
-from modelyard.exporter.ingest.pickles import BadPickle, Global, Pickled, read_pickle
+from modelyard.exporter.ingest.pickles import (
+    NOT_REBUILT,
+    BadPickle,
+    Global,
+    Pickled,
+    UnresolvedCall,
+    read_pickle,
+)
 from modelyard.exporter.ingest.rebuild import Rebuilder, Storage, global_value, storage_dtype
 from modelyard.exporter.ingest.source import Source, Window
+from modelyard.exporter.ingest.value import ClassHint, ParsedCheckpoint, Weights
 
 MAX_PICKLE_BYTES = 1 << 29
 _SHOWN = 5
@@ -29,7 +40,6 @@ _COUNT_BYTES = 8
 class TorchFile(Pickled):
     """A file of torch.save, read without running anything in it; its tensors are on the CPU."""
 
-    is_legacy: bool = False
     sources: Mapping[str, str] = field(default_factory=dict)
     """Source text of module classes by name, in legacy files of whole modules; never compiled."""
 
@@ -156,37 +166,6 @@ def read_zip(container: TorchZip) -> TorchFile:
     return TorchFile(**vars(pickled))
 
 
-def load_as_torch(source: Source, file: TorchFile) -> Any:
-    """Let torch's own weights-only loader read a file that `read_torch_file` has read whole.
-
-    Only then: torch makes some calls of its table as the file tells it, `bytearray(10**12)` too.
-
-    Returns:
-        torch's object; the other reader's where torch cannot read the pickle's protocol.
-    """
-    # By this suffix torch takes another reader, whatever the content.
-    is_named_otherwise = source.path is not None and source.path.suffix == ".safetensors"
-    mapped = None if file.is_legacy or is_named_otherwise else source.path
-    checked = torch.sparse.check_sparse_tensor_invariants()  # type: ignore[no-untyped-call]
-    try:
-        with warnings.catch_warnings(), checked:
-            # Said of protocols that it then reads or refuses.
-            warnings.filterwarnings("ignore", "Detected pickle protocol", UserWarning)
-            # From torch 2.14 on; `checked` asks for it.
-            warnings.filterwarnings("ignore", "Validating sparse tensor invariants", UserWarning)
-            # A quantised tensor is rebuilt through it.
-            warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning)
-            return torch.load(
-                mapped or source.open(),
-                map_location="cpu",
-                weights_only=True,
-                mmap=mapped is not None,
-            )
-    # torch refuses in whatever way its parser reaches; what was read already stands.
-    except Exception:
-        return None
-
-
 def _read_legacy(source: Source) -> TorchFile:
     """Read five pickles, back to back, and the storages behind them."""
     stream = Window(source.data)
@@ -201,7 +180,7 @@ def _read_legacy(source: Source) -> TorchFile:
     keys = read_pickle(stream, storages.refuse, rebuild).value
     storages.fill(keys, stream.tell())
     rebuild.check_contents()
-    return TorchFile(**vars(pickled), is_legacy=True, sources=storages.sources)
+    return TorchFile(**vars(pickled), sources=storages.sources)
 
 
 class _LegacyStorages:
@@ -288,3 +267,103 @@ def _storage_identifier(identifier: Any, length: int) -> tuple[torch.dtype, str,
     if type(numel) is not int or not 0 <= numel < 1 << 56:
         raise BadPickle(f"a storage of {numel} elements")
     return storage_dtype(kind), key, numel
+
+
+# -- TorchScript: names of its tensors stand in the program's text, which is read, not compiled ----
+
+_MAX_CODE = 64 << 20
+_MAX_DEPTH = 200
+_CLASS = re.compile(r"^class (\w+)\((\w+)\):\n((?:[ ].*\n|\n)*)", re.MULTILINE)
+_NAMES = re.compile(r"^  __(parameters|buffers)__ = \[(.*)\]$", re.MULTILINE)
+
+
+def read_script(source: Source) -> ParsedCheckpoint:
+    """Read the tensors, and the program as text.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    container = TorchZip(source, lambda name: "/code/" in name or name.endswith(".debug_pkl"))
+    entries = container.entries
+    code = {
+        name.partition("/code/")[2]: container.read(name, limit=_MAX_CODE).decode(
+            "utf-8", "replace"
+        )
+        for name in entries
+        if "/code/" in name and name.endswith(".py")
+    }
+    try:
+        root = read_zip(container).value
+        notes = _traced(container)
+    except BadPickle as error:
+        raise CheckpointError(
+            f'"{source.name}" is refused: its pickle holds {error}; expected a file as '
+            "torch.jit.save writes it"
+        ) from error
+    if not isinstance(root, UnresolvedCall):
+        raise CheckpointError(f'"{source.name}" holds no TorchScript module; save it again')
+    is_mobile = any(name.endswith("/bytecode.pkl") for name in entries)
+    return ParsedCheckpoint(
+        kind="TorchScript (mobile)" if is_mobile else "TorchScript",
+        loader="inert",
+        weights={"": Weights(dict(_tensors(root, _declared(code), "", 0)))},
+        writer="torch.jit",
+        class_hint=ClassHint(root.dotted.removeprefix("__torch__."), "the program's text"),
+        sources=code,
+        about={"code": sorted(code), "extra": [name for name in entries if "/extra/" in name]},
+        notes=tuple(notes),
+    )
+
+
+def _traced(container: TorchZip) -> list[str]:
+    """Return what is said of the example rows; some versions of torch leave their content out."""
+    entries = container.entries
+    shapes: list[tuple[int, ...]] = []
+
+    def record(function: Global, args: tuple[Any, ...]) -> Any:
+        if function.name == "_rebuild_tensor_v2" and len(args) > 2 and isinstance(args[2], tuple):
+            shapes.append(tuple(size for size in args[2] if isinstance(size, int)))
+        return NOT_REBUILT
+
+    for name in [name for name in entries if name.endswith("/traced_inputs.pkl")][:1]:
+        content = memoryview(container.read(name, limit=_MAX_CODE))
+        read_pickle(Window(content), lambda _: None, record)
+    if not shapes:
+        return []
+    has_rows = any("/traced_inputs/" in name and each.size_bytes for name, each in entries.items())
+    rows = ", and the rows themselves are inside" if has_rows else ""
+    listed = ", ".join(str(list(shape)) for shape in shapes)
+    return [f"it was traced with tensors of shape {listed}{rows}"]
+
+
+def _declared(code: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    """Find for each module class the names of its parameters, then of its buffers."""
+    found: dict[str, tuple[str, ...]] = {}
+    for file, text in code.items():
+        module = file.removesuffix(".py").replace("/", ".")
+        for name, base, body in _CLASS.findall(text):
+            if base == "Module":
+                lists = {
+                    kind: re.findall(r'"([^"]+)"', names) for kind, names in _NAMES.findall(body)
+                }
+                found[f"{module}.{name}"] = (
+                    *lists.get("parameters", ()),
+                    *lists.get("buffers", ()),
+                )
+    return found
+
+
+def _tensors(
+    module: UnresolvedCall, declared: Mapping[str, tuple[str, ...]], prefix: str, depth: int
+) -> Iterator[tuple[str, Tensor]]:
+    attributes = module.attributes
+    names = declared.get(module.dotted)
+    if names is None:  # a program without text: what is a tensor is taken
+        names = tuple(name for name, value in attributes.items() if isinstance(value, Tensor))
+    for name in names:
+        if isinstance(attributes.get(name), Tensor):
+            yield prefix + name, attributes[name]
+    for name, child in attributes.items():
+        is_module = isinstance(child, UnresolvedCall) and isinstance(child.function, Global)
+        if is_module and child.dotted in declared and depth < _MAX_DEPTH:
+            yield from _tensors(child, declared, f"{prefix}{name}.", depth + 1)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from modelyard.archiver.digest import DigestedFile, digest_of_all
-from modelyard.base.nearest import nearest
+from modelyard.base.nearest import did_you_mean
 from modelyard.exporter.errors import CheckpointError, UsageError
 from modelyard.exporter.ingest.pickles import UnresolvedCall
 
@@ -26,6 +26,7 @@ ATTRIBUTES = ("model.", "net.", "network.", "backbone.", "module.", "student.")
 """Names that a training module gives to the network inside it."""
 
 KEYS_SHOWN = 20
+_PROGRAMS = ("exported program", "ONNX")
 _AVERAGED = "n_averaged"
 
 
@@ -93,6 +94,15 @@ class Description:
     """Names of the values of a row, where it takes a table."""
     module: nn.Module | None = None
     """The whole model, where the file was trusted or needs no code of its own."""
+    about: Mapping[str, Any] = field(default_factory=dict)
+    """What an artifact says of itself, in values of JSON, as `inspect` prints it."""
+    findings: tuple[str, ...] = ()
+    """Why no worker loads it; `part: what is wrong`."""
+
+    @property
+    def is_program(self) -> bool:
+        """Whether it is an artifact that is exported as it is, without a class."""
+        return self.kind in _PROGRAMS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -313,12 +323,6 @@ def fit_names(
     return dict(tensors)
 
 
-def such_as(name: str, known: Iterable[str]) -> str:
-    """Return the end of a message about an unknown name: the nearest one, where there is one."""
-    near = nearest(name, known)
-    return f", such as {near}" if near else ""
-
-
 def check_model_args(given: Iterable[str], known: Iterable[str], owner: str) -> None:
     """Refuse a key of `--model-args` that `owner`, a class or a configuration, does not have.
 
@@ -330,7 +334,7 @@ def check_model_args(given: Iterable[str], known: Iterable[str], owner: str) -> 
         if key not in known:
             raise UsageError(
                 f'--model-args: "{key}" is not a value of {owner}; expected one of its own'
-                f"{such_as(key, known)}"
+                f"{did_you_mean(key, known)}"
             )
 
 

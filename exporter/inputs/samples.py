@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import IO, Any, cast
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -32,6 +32,13 @@ from modelyard.handlers.proof.probes import batch_sizes
 _SINGLE = {"float64": "float32", "complex128": "complex64"}
 _TEXT = ".txt"
 _FORMS = "expected .npz, .npy, .pt, .json, .png, .jpg or .txt"
+
+
+_AS_TENSORS = "give the tensors that the model gets, as .npz"
+
+
+class Unfit(ValueError):
+    """What is given is not of the model's inputs."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +71,10 @@ def read_sample(
     """
     sizes: dict[str, int] = {}
     with _readable(path):
-        given = _by_input(path, _read(path, signature, folder), signature)
-        inputs = _fit_all(path, given, signature, sizes, is_split)
-    for spec, tensor in zip(signature.inputs, inputs, strict=True):
-        if problem := refused_values(spec, tensor, sizes):
-            raise UsageError(f'--sample "{path}": "{spec.name}" {problem}')
+        inputs = _fit_all(_read(path, signature, folder), signature, sizes, is_split)
+        for spec, tensor in zip(signature.inputs, inputs, strict=True):
+            if problem := refused_values(spec, tensor, sizes):
+                raise Unfit(f'"{spec.name}" {problem}')
     return Sample(path.name, inputs, sizes)
 
 
@@ -81,10 +87,10 @@ def sample_of(name: str, content: Any, signature: Signature) -> Sample:
         signature: what it holds.
 
     Raises:
-        UsageError: its tensors are not the signature's inputs.
+        Unfit: its tensors are not the signature's inputs.
     """
-    path, sizes = Path(name), dict[str, int]()
-    inputs = _fit_all(path, _by_input(path, content, signature), signature, sizes, is_split=True)
+    sizes = dict[str, int]()
+    inputs = _fit_all(content, signature, sizes, is_split=True)
     if isinstance(batch := signature.batch, Dim) and len(inputs[0]) >= batch.min:
         sizes[batch.name] = batch.min
         inputs = tuple(
@@ -107,63 +113,58 @@ def as_request(sample: Sample, signature: Signature) -> Any:
 def _read(path: Path, signature: Signature, folder: Path | None = None) -> Any:
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
-        raise UsageError(f'--sample "{path}": "{path.suffix}" is not a known suffix; {_FORMS}')
+        raise Unfit(f'"{path.suffix}" is not a known suffix; {_FORMS}')
     return reader(path, signature, folder)
 
 
 @contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    """Turn what a parser raises into one sentence: each fails in its own ways on other files."""
-    if not path.is_file():
-        raise UsageError(f'--sample "{path}": there is no such file')
+    """Say of which file a problem is: each parser fails in its own ways on other files."""
     try:
+        if not path.is_file():
+            raise Unfit("there is no such file")
         yield
-    except UsageError:
-        raise
+    except Unfit as error:
+        raise UsageError(f'--sample "{path}": {error}') from error
     except Exception as error:
         raise UsageError(f'--sample "{path}" cannot be read: {cause(error)}; {_FORMS}') from error
 
 
-def _by_input(path: Path, found: Any, signature: Signature) -> list[Any]:
+def _by_input(found: Any, signature: Signature) -> list[Any]:
     """Return one value per input: by name, else by order, else the only one."""
     specs = signature.inputs
     if isinstance(found, Mapping):
         keys = [spec.path if spec.path in found else spec.name for spec in specs]
         if set(keys) != set(found):
-            raise UsageError(
-                f'--sample "{path}" holds {", ".join(map(str, found))}; expected exactly the '
-                f"inputs {', '.join(spec.name for spec in specs)}"
+            raise Unfit(
+                f"it holds {', '.join(map(str, found))}; expected exactly the inputs "
+                f"{', '.join(spec.name for spec in specs)}"
             )
         return [found[key] for key in keys]
     if len(specs) == 1:
         return [found[0] if isinstance(found, tuple) and len(found) == 1 else found]
     if isinstance(found, list | tuple) and len(found) == len(specs):
         return list(found)
-    raise UsageError(
-        f'--sample "{path}" holds one value for {len(specs)} inputs; expected them by name: '
+    raise Unfit(
+        f"it holds one value for {len(specs)} inputs; expected them by name: "
         f"{', '.join(spec.name for spec in specs)}"
     )
 
 
 def _fit_all(
-    path: Path, given: Sequence[Any], signature: Signature, sizes: dict[str, int], is_split: bool
+    found: Any, signature: Signature, sizes: dict[str, int], is_split: bool
 ) -> tuple[Tensor, ...]:
     """Return the values as tensors of the inputs' dtypes and shapes; note their dynamic sizes."""
-    batch, pairs = signature.batch, zip(signature.inputs, given, strict=True)
-    return tuple(_fit(path, spec, value, batch, sizes, is_split) for spec, value in pairs)
+    given = zip(signature.inputs, _by_input(found, signature), strict=True)
+    return tuple(_fit(spec, value, signature.batch, sizes, is_split) for spec, value in given)
 
 
 def _fit(
-    path: Path,
-    spec: TensorSpec,
-    value: Any,
-    batch: Size | None,
-    sizes: dict[str, int],
-    is_split: bool,
+    spec: TensorSpec, value: Any, batch: Size | None, sizes: dict[str, int], is_split: bool
 ) -> Tensor:
     if spec.view and isinstance(value, Tensor) and value.is_complex():
         value = torch.view_as_real(value)
-    tensor = _as_dtype(path, spec, value)
+    tensor = _as_dtype(spec, value)
     if tensor.ndim == len(spec.shape) - 1 and isinstance(batch, Dim) and spec.shape[0] == batch:
         tensor = tensor.unsqueeze(0)
     fits = tensor.ndim == len(spec.shape)
@@ -174,14 +175,13 @@ def _fit(
             in_range = size in wanted or (is_split and wanted == batch and size > 0)
             fits &= in_range and sizes.setdefault(wanted.name, size) == size
     if not fits:
-        raise UsageError(
-            f'--sample "{path}": "{spec.name}" has the shape {list(tensor.shape)}; expected '
-            f"{spec}, one size for each name"
+        raise Unfit(
+            f'"{spec.name}" has the shape {list(tensor.shape)}; expected {spec}, a size for a name'
         )
     return tensor.contiguous()
 
 
-def _as_dtype(path: Path, spec: TensorSpec, value: Any) -> Tensor:
+def _as_dtype(spec: TensorSpec, value: Any) -> Tensor:
     """Convert between widths, never between kinds: a float is not an index and an index no flag."""
     wanted = torch_dtype(spec.dtype)
     tensor = value if isinstance(value, Tensor) else torch.tensor(value)
@@ -196,7 +196,7 @@ def _as_dtype(path: Path, spec: TensorSpec, value: Any) -> Tensor:
     lossless = not _is_integer(wanted) or torch.equal(converted.to(tensor.dtype), tensor.cpu())
     if not lossless or not (same_kind or (from_json and wanted.is_floating_point)):
         seen = str(tensor.dtype).removeprefix("torch.")
-        raise UsageError(f'--sample "{path}": "{spec.name}" is {seen}; expected {spec.dtype}')
+        raise Unfit(f'"{spec.name}" is {seen}; expected {spec.dtype}')
     return converted
 
 
@@ -291,11 +291,11 @@ def _tensors(path: Path, arguments: Sequence[str] = ()) -> dict[str, Tensor]:
             str(name): value if isinstance(value, Tensor) else torch.tensor(value)
             for name, value in found.items()
         }
-    if not tensors or not all(tensor.ndim and tensor.numel() for tensor in tensors.values()):
-        raise UsageError(
-            f'--sample "{path}" holds {_described(tensors) or "nothing"}; expected tensors with a '
-            "first dimension of one or more rows"
-        )
+        if not tensors or not all(tensor.ndim and tensor.numel() for tensor in tensors.values()):
+            raise Unfit(
+                f"it holds {_described(tensors) or 'nothing'}; expected tensors with a first "
+                "dimension of one or more rows"
+            )
     return tensors
 
 
@@ -329,9 +329,7 @@ def _dim(
 def _read_npz(path: Path, *_: Any) -> Any:
     reader = ZipReader(Source.of_file(path))
     if problems := reader.check():
-        raise UsageError(
-            f'--sample "{path}" is not an .npz file: {problems[0]}; expected one from numpy.savez'
-        )
+        raise Unfit(f"it is not an .npz file: {problems[0]}; expected one from numpy.savez")
     return {
         member.name.removesuffix(".npy"): _array(io.BytesIO(b"".join(reader.chunks(member))))
         for member in reader.members
@@ -351,22 +349,18 @@ def _read_picture(path: Path, signature: Signature, *_: Any) -> Any:
     from PIL import Image
 
     if not signature.inputs:
-        raise UsageError(f'--sample "{path}": a picture says nothing of an input; give --input')
+        raise Unfit("a picture says nothing of an input; give --input")
     spec = signature.inputs[0]
     channels = spec.shape[1] if len(spec.shape) == 4 else None
     if len(signature.inputs) > 1 or channels not in (1, 3) or spec.dtype not in _PIXELS:
-        raise UsageError(
-            f'--sample "{path}": a picture says nothing of {", ".join(map(str, signature.inputs))}'
-            "; it can stand for one input [batch,1 or 3,height,width] of uint8 or floats: give "
-            "the tensors that the model gets, as .npz"
+        raise Unfit(
+            f"a picture says nothing of {', '.join(map(str, signature.inputs))}; it can stand for "
+            f"one input [batch,1 or 3,height,width] of uint8 or floats: {_AS_TENSORS}"
         )
     with Image.open(path) as picture:
         expected = "L" if channels == 1 else "RGB"
         if picture.mode != expected:
-            raise UsageError(
-                f'--sample "{path}" has the mode {picture.mode}, and {spec} is {expected}; '
-                "give the tensors that the model gets, as .npz"
-            )
+            raise Unfit(f"it has the mode {picture.mode}, and {spec} is {expected}; {_AS_TENSORS}")
         pixels = np.asarray(picture, dtype=np.uint8).reshape(*picture.size[::-1], channels)
     tensor = torch.from_numpy(pixels.copy()).permute(2, 0, 1).unsqueeze(0)
     return tensor if spec.dtype == "uint8" else tensor.to(torch.float32) / 255
@@ -379,9 +373,9 @@ def _read_text(path: Path, signature: Signature, folder: Path | None) -> Any:
 
     file = (folder or path.parent) / TOKENIZER_FILE
     if not file.is_file():
-        raise UsageError(
-            f'--sample "{path}": a text becomes tokens by {TOKENIZER_FILE} in the folder of the '
-            f"checkpoint, which has none; give the tensors that the model gets, as .npz"
+        raise Unfit(
+            f"a text becomes tokens by {TOKENIZER_FILE} in the folder of the checkpoint, which has "
+            f"none; {_AS_TENSORS}"
         )
     tokenizer = load_tokenizer(file)
     lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
@@ -389,7 +383,7 @@ def _read_text(path: Path, signature: Signature, folder: Path | None) -> Any:
     if not lines or None in roles.values():
         takes = ", ".join(map(str, signature.inputs))
         seen = "holds no line of text" if not lines else f"cannot stand for {takes}"
-        raise UsageError(f'--sample "{path}" {seen}; expected a text per line, of a text model')
+        raise Unfit(f"it {seen}; expected a text per line, of a text model")
     most = max((dim.max for dim in signature.dims.values() if dim != signature.batch), default=None)
     if most is not None:
         tokenizer.enable_truncation(most)
@@ -428,9 +422,7 @@ def regroup(samples: Sequence[Sample], signature: Signature) -> tuple[Sample, ..
     too few. Where inputs are not made of rows, the samples stay alone.
     """
     cases = list(samples)
-    batch = signature.batch
-    for rows in _rows(samples, signature):
-        assert isinstance(batch, Dim)
+    for batch, rows in _rows(samples, signature):
         sizes = {*batch_sizes(batch, is_reduced=True), min(rows.rows, batch.max)}
         made = (take_rows(rows, batch, size) for size in sorted(sizes) if size in batch)
         known = [each.inputs for each in samples]
@@ -467,7 +459,7 @@ def hold_out(samples: Sequence[Sample], signature: Signature) -> Split:
         UsageError: there are fewer than 32 rows.
     """
     groups = _rows(samples, signature)
-    count = sum(group.rows for group in groups) if groups else len(samples)
+    count = sum(rows.rows for _, rows in groups) if groups else len(samples)
     if count < MIN_CALIBRATION:
         unit = "rows" if groups else "files (its inputs are not made of rows)"
         raise UsageError(
@@ -477,7 +469,7 @@ def hold_out(samples: Sequence[Sample], signature: Signature) -> Split:
         )
     is_held = torch.arange(count) % _HELD_OUT == 0
     held_out_rows = int(is_held.sum())
-    masks = torch.split(is_held, [group.rows for group in groups]) if groups else ()
+    masks = torch.split(is_held, [rows.rows for _, rows in groups]) if groups else ()
     name = samples[0].file if len(samples) == 1 else f"{len(samples)} files"
 
     def part(is_wanted: bool) -> tuple[Sample, ...]:
@@ -485,9 +477,9 @@ def hold_out(samples: Sequence[Sample], signature: Signature) -> Split:
             numbered = zip(is_held.tolist(), samples, strict=True)
             return tuple(sample for held, sample in numbered if held == is_wanted)
         return tuple(
-            replace(batch, file=name)
-            for group, mask in zip(groups, masks, strict=True)
-            for batch in _in_batches(group, signature, mask == is_wanted)
+            replace(part, file=name)
+            for (batch, rows), mask in zip(groups, masks, strict=True)
+            for part in _in_batches(rows, batch, mask == is_wanted)
         )
 
     return Split(part(False), part(True), count - held_out_rows, held_out_rows)
@@ -495,16 +487,15 @@ def hold_out(samples: Sequence[Sample], signature: Signature) -> Split:
 
 def in_batches(sample: Sample, signature: Signature) -> Iterator[Sample]:
     """Yield a sample; its rows in batches, where it holds more or fewer than one may have."""
-    if not has_rows(signature) or sample.rows in cast("Dim", signature.batch):
+    batch = signature.batch
+    if not isinstance(batch, Dim) or not has_rows(signature) or sample.rows in batch:
         yield sample
     else:
-        yield from _in_batches(sample, signature, torch.ones(sample.rows, dtype=torch.bool))
+        yield from _in_batches(sample, batch, torch.ones(sample.rows, dtype=torch.bool))
 
 
-def _in_batches(rows: Sample, signature: Signature, chosen: Tensor) -> Iterator[Sample]:
+def _in_batches(rows: Sample, batch: Dim, chosen: Tensor) -> Iterator[Sample]:
     """Yield some rows in the largest batches; a last one that is too small begins anew."""
-    batch = signature.batch
-    assert isinstance(batch, Dim)
     left = int(chosen.sum())
     some = replace(rows, inputs=tuple(tensor[chosen] for tensor in rows.inputs))
     for first in range(0, left, batch.max):
@@ -514,13 +505,12 @@ def _in_batches(rows: Sample, signature: Signature, chosen: Tensor) -> Iterator[
 
 def choose_example(samples: Sequence[Sample], signature: Signature) -> Sample:
     """Choose the sample to trace with: its sizes are not 1, and differ, as far as there is one."""
-    batch = signature.batch
     fixed = {size for spec in signature.inputs for size in spec.shape if isinstance(size, int)}
     tried = [
         take_rows(rows, batch, size)
-        for rows in _rows(samples, signature)
+        for batch, rows in _rows(samples, signature)
         for size in (5, 3, 7, 2)
-        if isinstance(batch, Dim) and size in batch
+        if size in batch
     ]
 
     def awkward(sample: Sample) -> tuple[int, int]:
@@ -532,9 +522,7 @@ def choose_example(samples: Sequence[Sample], signature: Signature) -> Sample:
 
 def rows_of(samples: Sequence[Sample], signature: Signature) -> Sample | None:
     """Return rows that are not all the same; None where the samples have one row only."""
-    batch = signature.batch
-    for rows in _rows(samples, signature):
-        assert isinstance(batch, Dim)
+    for batch, rows in _rows(samples, signature):
         one, other = take_rows(rows, batch, 2), take_rows(rows, batch, 2, first=1)
         pairs = zip(one.inputs, other.inputs, strict=True)
         differ = [(a != b).reshape(2, -1).any(dim=1) for a, b in pairs]
@@ -543,7 +531,7 @@ def rows_of(samples: Sequence[Sample], signature: Signature) -> Sample | None:
     return None
 
 
-def _rows(samples: Sequence[Sample], signature: Signature) -> list[Sample]:
+def _rows(samples: Sequence[Sample], signature: Signature) -> list[tuple[Dim, Sample]]:
     """Gather the rows of samples whose other sizes are equal; none where inputs have no rows."""
     batch = signature.batch
     if not isinstance(batch, Dim) or not has_rows(signature):
@@ -556,7 +544,8 @@ def _rows(samples: Sequence[Sample], signature: Signature) -> list[Sample]:
     for group in alike.values():
         inputs = tuple(map(torch.cat, zip(*(sample.inputs for sample in group), strict=True)))
         sizes = {**group[0].sizes, batch.name: inputs[0].shape[0]}
-        groups.append(Sample(", ".join(sample.file for sample in group), inputs, sizes))
+        files = ", ".join(sample.file for sample in group)
+        groups.append((batch, Sample(files, inputs, sizes)))
     return groups
 
 

@@ -241,7 +241,7 @@ def _candidates(
             yield f"{name}:int64[batch,{span}]<{layer.num_embeddings}"
         yield f"{name}:int64[batch]<{layer.num_embeddings}"
         tables = _table_sizes(model)  # a column for each, say
-        yield f"{name}:int64[batch,{_tables(model)}]<{tables[-1]}"
+        yield f"{name}:int64[batch,{len(tables)}]<{tables[-1]}"
     elif isinstance(layer, nn.BatchNorm1d):
         yield rows
         yield rows.replace("]", ",length=2..32]")
@@ -283,10 +283,6 @@ def _lengths(model: nn.Module) -> list[str]:
     tables = [each for part in model.modules() if not _dims(part)
               for each in part.parameters(recurse=False)]  # fmt: skip
     return list(dict.fromkeys(str(size) for table in tables for size in table.shape if size > 1))
-
-
-def _tables(model: nn.Module) -> int:
-    return sum(isinstance(part, nn.Embedding) for part in model.modules())
 
 
 def runs(model: nn.Module, texts: Sequence[str]) -> bool:
@@ -401,8 +397,9 @@ def _trial_sizes(signature: Signature) -> list[dict[str, int]]:
 
 def _ranges(spec: TensorSpec, signature: Signature, tables: Sequence[int]) -> Iterator[Values]:
     """Yield ranges for an input: those with more numbers first, from 0 and then from 1."""
-    dims = ends_of(signature.dims)
-    names = _dims_by_likelihood(spec, signature)
+    dims, own = ends_of(signature.dims), {s.name for s in spec.shape if isinstance(s, Dim)}
+    # What an input's integers may point into: its own last, the batch behind.
+    names = sorted(signature.dims, key=lambda n: (n in own, signature.dims[n] == signature.batch))
     values = [_below(bound) for bound in (*tables, *_USUAL)]
     values += [Values(End(0), End(-1, name)) for name in names]
     values += [_below(bound) for bound in _SMALL]
@@ -410,13 +407,6 @@ def _ranges(spec: TensorSpec, signature: Signature, tables: Sequence[int]) -> It
     values += [Values(End(1), End(0, name)) for name in names]
     values += [Values(End(1), End(bound)) for bound in _SMALL]
     return (each for each in dict.fromkeys(values) if each.problem(spec.dtype, dims) is None)
-
-
-def _dims_by_likelihood(spec: TensorSpec, signature: Signature) -> list[str]:
-    """Return the dims that an input's integers may point into: its own last, the batch behind."""
-    own = {size.name for size in spec.shape if isinstance(size, Dim)}
-    dims = signature.dims
-    return sorted(dims, key=lambda name: (name in own, dims[name] == signature.batch))
 
 
 def _refusal(

@@ -2,18 +2,12 @@
 
 It opens artifacts as a worker opens them and knows nothing of the model's Python. One process
 serves all formats of an export: it starts while the first is written, and only ever holds one
-artifact and one case. It is asked
-
-    {"open": {"artifact": …, "format": …, "device": …, "trusted": […], "tf32": false}}
-    {"case": text}      whose inputs lie in FOLDER/case.pt, and the outputs then in FOLDER/answer.pt
-
-    {"sizes": [1, 2, …]}  of batches of the rows in case.pt, and answers those that keep their bits
-
-and answers {} or {"error": …}. Both files are read with weights_only.
+artifact and one case. The inputs of a case lie in FOLDER/case.pt, and the outputs then in
+FOLDER/answer.pt; both are read with weights_only.
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -21,9 +15,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from modelyard.archiver.signature import TensorSpec
 from modelyard.exporter.child import Child, ChildEnded, answer_questions
-from modelyard.exporter.errors import ParityError, cause
-from modelyard.handlers.models.backends import Artifact, open_artifact
+from modelyard.exporter.errors import ParityError
+from modelyard.handlers.models.backends import Artifact, open_artifact, type_name
 from modelyard.handlers.models.invariant import Tensors, find_sizes
 from modelyard.handlers.proof.agree import run
 
@@ -59,8 +54,8 @@ class Checker:
         Raises:
             ParityError: it does not load; as for `run`, the message names no format.
         """
-        task = {"artifact": str(artifact.absolute()), "format": format, "device": device}
-        self._ask({"open": {**task, **options}})
+        path = str(artifact.absolute())
+        self._ask("load", "open", artifact=path, format=format, device=device, **options)
 
     def run(self, case: str, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return what the artifact gives.
@@ -73,8 +68,26 @@ class Checker:
             ParityError: the artifact does not run.
         """
         torch.save(list(inputs), self._child.folder / _CASE)
-        self._ask({"case": case})
+        self._ask(f"run at {case}", "run")
         return tuple(torch.load(self._child.folder / _ANSWER, weights_only=True))
+
+    def run_alike(
+        self, case: str, inputs: Tensors, outputs: Sequence[TensorSpec], expected: Tensors
+    ) -> Tensors:
+        """Return what the artifact gives, in the dtypes of its outputs and as large as expected.
+
+        Raises:
+            ParityError: as `run`; or another number of outputs, dtype or shape.
+        """
+        found = self.run(case, inputs)
+        if len(found) != len(outputs):
+            names = ", ".join(spec.name for spec in outputs)
+            raise ParityError(f"the artifact gives {len(found)} outputs, expected {names}")
+        for spec, wanted, tensor in zip(outputs, expected, found, strict=True):
+            right = f"{spec.dtype}[{','.join(map(str, wanted.shape))}]"
+            if (seen := type_name(tensor)) != right:
+                raise ParityError(f'output "{spec.name}" is {seen} at {case}, expected {right}')
+        return found
 
     def find_sizes(
         self, own: Tensors, others: Sequence[Tensors], sizes: Sequence[int]
@@ -85,15 +98,15 @@ class Checker:
             ParityError: the process has ended.
         """
         torch.save([own, *others], self._child.folder / _CASE)
-        return list(self._ask({"sizes": list(sizes)})["sizes"])
+        return list(self._ask("run at batches", "find_sizes", sizes=list(sizes))["sizes"])
 
-    def _ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
+    def _ask(self, failed: str, method: str, **arguments: Any) -> dict[str, Any]:
         try:
-            answer = self._child.ask(question)
+            answer = self._child.ask(method, **arguments)
         except ChildEnded as error:
             raise ParityError(f"the process that checks the artifact {error}") from error
-        if "error" in answer:
-            raise ParityError(answer["error"])
+        if "error" in answer:  # whatever it is, a worker could not serve it
+            raise ParityError(f"the artifact does not {failed}: {answer['error']}")
         return answer
 
 
@@ -107,31 +120,29 @@ class _OpenArtifact:
         self._folder = folder
         self._artifact: Artifact | None = None
 
-    def answer(self, question: Mapping[str, Any]) -> dict[str, Any]:
-        try:
-            if (task := question.get("open")) is not None:
-                self._artifact = None  # before the next is there: memory holds one
-                path = Path(task.pop("artifact"))
-                self._artifact = open_artifact(path, **task)
-                return {}
-            assert self._artifact is not None
-            inputs = torch.load(self._folder / _CASE, weights_only=True)
-            if "sizes" in question:
-                answer = partial(run, self._artifact)
-                return {"sizes": find_sizes(answer, inputs[0], inputs[1:], question["sizes"])}
-            torch.save(run(self._artifact, inputs), self._folder / _ANSWER)
-        # Each format's library fails in its own ways; all mean that a worker could not serve it.
-        except Exception as error:
-            failed = (
-                f"run at {question.get('case', 'batches')}" if "open" not in question else "load"
-            )
-            return {"error": f"the artifact does not {failed}: {cause(error)}"}
-        return {}
+    def open(self, artifact: str, **options: Any) -> None:
+        """Open an artifact, once the one before is gone: memory holds one."""
+        self._artifact = None
+        self._artifact = open_artifact(Path(artifact), **options)
+
+    def run(self) -> None:
+        """Write what it gives."""
+        assert self._artifact is not None
+        torch.save(run(self._artifact, self._case()), self._folder / _ANSWER)
+
+    def find_sizes(self, sizes: Sequence[int]) -> dict[str, Any]:
+        """Return the sizes of batches at which rows keep their bits."""
+        assert self._artifact is not None
+        own, *others = self._case()
+        return {"sizes": find_sizes(partial(run, self._artifact), own, others, sizes)}
+
+    def _case(self) -> Any:
+        return torch.load(self._folder / _CASE, weights_only=True)
 
 
 def check_artifacts(folder: Path) -> None:
     """Answer questions about artifacts, of which large values lie in a folder."""
-    answer_questions(_OpenArtifact(folder).answer)
+    answer_questions(_OpenArtifact(folder))
 
 
 if __name__ == "__main__":

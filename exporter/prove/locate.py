@@ -30,19 +30,17 @@ def first_difference(artifact: Path, format: str, reference: Reference, case: Ca
         return f"where it first differs cannot be had: {format} keeps no submodules"
     try:
         eager = _run_eager(reference, case)
+        values = reference.model.state_dict().values()
+        dtypes = (each.dtype for each in values if each.is_floating_point())
+        most = first_tolerance(next(dtypes, torch.float32))
         for name, difference in finder(artifact, eager, case):
-            if difference > first_tolerance(_dtype_of(reference)):
+            if difference > most:
                 kind = _kind(reference.original, name)
                 return f'the first submodule that differs is "{name}"{kind}, by {difference:.1e}'
     # A doctored or half-supported file fails in the loader or the interpreter of its format.
     except Exception as error:
         return f"where it first differs cannot be had: {cause(error)}"
     return "no single submodule differs, only the model as a whole"
-
-
-def _dtype_of(reference: Reference) -> torch.dtype:
-    values = reference.model.state_dict().values()
-    return next((each.dtype for each in values if each.is_floating_point()), torch.float32)
 
 
 def first_tolerance(dtype: torch.dtype) -> float:

@@ -8,13 +8,11 @@ import hashlib
 import json
 import math
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-
-from torch import Tensor
 
 from modelyard.archiver.signature import Dim, Signature
 from modelyard.base.disk import flush
@@ -24,7 +22,6 @@ from modelyard.exporter.prove.limits import Unusual, find_limits, with_limits
 from modelyard.exporter.prove.loss import MAX_LOSS, Loss, LossLearner
 from modelyard.exporter.prove.reference import Case, Cases, Reference
 from modelyard.exporter.request import report_path
-from modelyard.handlers.models.backends import type_name
 from modelyard.handlers.proof.agree import (
     ILL_CONDITIONED_RULE,
     ORDINARY_KINDS,
@@ -126,7 +123,7 @@ class Parity:
         verdict = {"verdict": "agrees"}
         stated = ("rule", "compared_with", "tolerance", "cases", "batches")
         found = {**verdict, **{name: getattr(self, name) for name in stated}, **self.scope}
-        found["unusual"] = self.unusual.to_json()
+        found |= {"batches": list(self.batches), "unusual": self.unusual.to_json()}
         if self.ill_conditioned:
             cases = [asdict(case) for case in self.ill_conditioned]
             found["ill_conditioned"] = {"rule": ILL_CONDITIONED_RULE, "cases": cases}
@@ -136,7 +133,7 @@ class Parity:
         }
         for name, loss in self.losses.items():
             outputs[name]["loss"] = {**asdict(loss), "loss": loss.loss, "on": self.losses_on}
-        return {**found, "batches": list(self.batches), "outputs": outputs}
+        return {**found, "outputs": outputs}
 
 
 @dataclass(frozen=True)
@@ -268,7 +265,8 @@ def check(
         for spec in signature.outputs
     }
     by_case: list[list[dict[str, Any]]] = []
-    losses = _Losses(reference) if is_quantized or reference.is_lowered else None
+    is_coarse = is_quantized or reference.is_lowered
+    losses = {name: LossLearner() for name in rules if is_coarse}
 
     def open_artifact() -> None:
         checker.open(artifact, format, device, trusted=trusted, tf32=tf32)
@@ -276,7 +274,7 @@ def check(
     try:
         open_artifact()
         for _ in probes:
-            by_case.append(_measure(checker, reference, rules, len(by_case), losses))
+            by_case.append(_measure(checker, reference, rules, len(by_case), losses.values()))
     except ParityError as error:
         guard = reference.cases.why(probes[len(by_case)].sizes) if by_case else ""
         advice = _CHOICE.format(guard) if guard else _ADVICE[format]
@@ -287,7 +285,7 @@ def check(
     ]
     # An approximation, or other dtypes than the checkpoint's, are judged by their own tolerance.
     ill: list[IllConditioned] = []
-    if not (is_quantized or reference.is_lowered):
+    if not is_coarse:
         judged, ill = _allow_ill_conditioned(judged, reference.cases)
     wrong = [(each, text) for each in judged if (text := disagreement(*each, probes))]
     if wrong:
@@ -318,8 +316,8 @@ def check(
             for name, scale in zip(rules, reference.cases.scales.of(), strict=True)
         },
         unusual=find_limits(checker, open_artifact, reference, list(rules.values())),
-        losses=losses.all() if losses else {},
-        losses_on=losses.on if losses else "",
+        losses={name: learner.loss() for name, learner in losses.items()},
+        losses_on="rows of the samples" if reference.samples else "made-up rows",
     )
 
 
@@ -328,51 +326,32 @@ def _measure(
     reference: Reference,
     rules: Mapping[str, Rule],
     place: int,
-    losses: "_Losses | None",
+    losses: Collection[LossLearner],
 ) -> list[dict[str, Any]]:
     """Compare one case's outputs: their number, then dtypes and shapes, then values."""
     case = reference.cases[place]
-    found = checker.run(str(case.probe), case.inputs)
-    if len(found) != len(rules):
-        raise ParityError(f"the artifact gives {len(found)} outputs, expected {', '.join(rules)}")
-    measured = []
-    scales = reference.cases.scales.of(case.probe.kind)
-    for spec, expected, tensor, scale in zip(
-        reference.signature.outputs, case.outputs, found, scales, strict=True
-    ):
-        right = f"{spec.dtype}[{','.join(map(str, expected.shape))}]"
-        if (seen := type_name(tensor)) != right:
-            raise ParityError(f'output "{spec.name}" is {seen} at {case.probe}, expected {right}')
-        measured.append(compare(expected, tensor, rules[spec.name].tolerance, scale))
-    if losses and place in losses.places:
-        losses.see(case.outputs, found)
+    outputs, scales = reference.signature.outputs, reference.cases.scales.of(case.probe.kind)
+    found = checker.run_alike(str(case.probe), case.inputs, outputs, case.outputs)
+    measured = [
+        compare(expected, tensor, rule.tolerance, scale)
+        for rule, expected, tensor, scale in zip(
+            rules.values(), case.outputs, found, scales, strict=True
+        )
+    ]
+    if losses and place in _loss_places(reference):
+        for learner, one, other in zip(losses, case.outputs, found, strict=True):
+            learner.see(one, other)
     return measured
 
 
-class _Losses:
-    """What the outputs of an artifact lose on ordinary values: those of samples if there are."""
-
-    def __init__(self, reference: Reference) -> None:
-        kinds = [probe.kind for probe in reference.cases.probes]
-        given = len(reference.samples)
-        self._names = [spec.name for spec in reference.signature.outputs]
-        self._learners = [LossLearner() for _ in self._names]
-        self.on = "rows of the samples" if given else "made-up rows"
-        # Behind the samples come the same rows in other batches.
-        first = kinds.index("sample") if given else 0
-        self.places = (
-            range(first, first + given)
-            if given
-            else [place for place, kind in enumerate(kinds) if kind == "random"]
-        )
-
-    def see(self, expected: Sequence[Tensor], found: Sequence[Tensor]) -> None:
-        for learner, one, other in zip(self._learners, expected, found, strict=True):
-            learner.see(one, other)
-
-    def all(self) -> dict[str, Loss]:
-        learners = zip(self._names, self._learners, strict=True)
-        return {name: learner.loss() for name, learner in learners}
+def _loss_places(reference: Reference) -> Collection[int]:
+    """Return the cases of ordinary values: those of samples if there are."""
+    kinds = [probe.kind for probe in reference.cases.probes]
+    if not (given := len(reference.samples)):
+        return [place for place, kind in enumerate(kinds) if kind == "random"]
+    # Behind the samples come the same rows in other batches.
+    first = kinds.index("sample")
+    return range(first, first + given)
 
 
 def _allow_ill_conditioned(
@@ -436,11 +415,9 @@ def _batches(signature: Signature, probes: Sequence[Probe]) -> tuple[int, ...]:
 def _scope(reference: Reference) -> dict[str, Any]:
     """State what was tried, for the report."""
     probes = reference.cases.probes
-    tried = {
-        name: sorted({probe.sizes[name] for probe in probes}) for name in reference.signature.dims
-    }
+    dims = reference.signature.dims
     return {
-        "sizes": tried,
+        "sizes": {name: sorted({probe.sizes[name] for probe in probes}) for name in dims},
         "integers": {
             name: [stated["min"], stated["max"]]
             for name, values in reference.found.items()

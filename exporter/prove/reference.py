@@ -2,7 +2,7 @@
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,16 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from modelyard.archiver.signature import (
-    DTYPES,
-    VIEWS,
-    Dim,
-    Signature,
-    Size,
-    TensorSpec,
-    ends_of,
-)
+from modelyard.archiver.signature import DTYPES, VIEWS, Dim, Signature, Size, TensorSpec, ends_of
 from modelyard.archiver.values import Values
+from modelyard.base.scale import Scale
 from modelyard.exporter.arguments import choose_outputs, flatten, give_outputs, own_name, pick
 from modelyard.exporter.errors import ModelError, UsageError, cause
 from modelyard.exporter.formats.from_onnx import file_of
@@ -36,13 +29,7 @@ from modelyard.exporter.prove.watch import (
     watch,
 )
 from modelyard.handlers.models.backends import dtype_name, set_precision, torch_dtype, type_name
-from modelyard.handlers.proof.agree import (
-    ORDINARY_KINDS,
-    OutputScales,
-    compare,
-    rule_for,
-    split,
-)
+from modelyard.handlers.proof.agree import ORDINARY_KINDS, OutputScales, compare, rule_for, split
 from modelyard.handlers.proof.bounds import Bounds
 from modelyard.handlers.proof.plan import (
     GFLOP_PER_OPERATOR,
@@ -75,99 +62,82 @@ class Case:
     outputs: Tensors
 
 
-class _Kept:
-    """What the checkpoint gives for cases: up to `KEPT_BYTES` are kept, others computed again.
+class Cases:
+    """Every probe and sample with what the checkpoint gives for it, made anew whenever it is read.
+
+    By its place: a loop over the cases would hold one while it makes the next. Of the checkpoint's
+    outputs, `KEPT_BYTES` are kept and others computed again.
 
     Args:
+        signature: the inputs, with the values of integers.
         run: the checkpoint's model.
     """
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(self, signature: Signature, run: Run) -> None:
+        self.run = run
+        self._signature = signature
+        self._made: list[tuple[Probe, object, Callable[[], Tensors]]] = []
+        """A probe, what the case goes by, and what makes its inputs, for each."""
         self._outputs: dict[object, Tensors] = {}
         self._free_bytes = KEPT_BYTES
+        self._moved: dict[int, list[float]] = {}
+        self.why: Callable[[Mapping[str, int]], str] = lambda sizes: ""
+        """Sizes → the guard of the trace that does not hold there; empty where all do."""
+        self.scales = OutputScales()
+        """Scales of the outputs, once all cases have run."""
+
+    @property
+    def probes(self) -> tuple[Probe, ...]:
+        """The sizes and the kind of values of each case."""
+        return tuple(probe for probe, *_ in self._made)
+
+    def add(self, probes: Iterable[Probe], samples: Iterable[Sample] = ()) -> None:
+        """Try these: probes, whose inputs are made, and samples, whose inputs are a file's."""
+        made, signature = self._made, self._signature
+        for probe in probes:
+            made.append((probe, str(probe), functools.partial(make_case, signature, probe)))
+        for sample in samples:
+            probe, make = Probe("sample", sample.sizes), functools.partial(_lowered, sample)
+            made.append((probe, len(made), functools.partial(make, signature)))
+
+    def add_sizes(self, probes: Iterable[Probe]) -> None:
+        """Try these too, unless their sizes are tried already."""
+        known = [probe.sizes for probe in self.probes if probe.kind in ORDINARY_KINDS]
+        self.add(probe for probe in probes if probe.sizes not in known)
+
+    def __iter__(self) -> Iterator[Case]:
+        return map(self.__getitem__, range(len(self._made)))
+
+    def __getitem__(self, place: int) -> Case:
+        probe, name, make = self._made[place]
+        inputs = make()
+        return Case(probe, inputs, self.outputs(name, probe, inputs))
 
     def outputs(self, case: object, probe: Probe, inputs: Tensors) -> Tensors:
-        """Return what a case gives; what is equal for two calls has to be the same case."""
+        """Return what the checkpoint gives; what is equal for two calls has to be the same case."""
         outputs = self._outputs.get(case)
         if outputs is None:
-            outputs = self._run(probe, inputs)
+            outputs = self.run(probe, inputs)
             size_bytes = sum(tensor.nbytes for tensor in outputs)
             if size_bytes <= self._free_bytes:
                 self._free_bytes -= size_bytes
                 self._outputs[case] = outputs
         return outputs
 
-
-class Cases:
-    """Every probe and sample with what the checkpoint gives for it, made anew whenever it is read.
-
-    By its place: a loop over the cases would hold one while it makes the next.
-
-    Args:
-        signature: the inputs, with the values of integers.
-        probes: probes whose inputs are made.
-        samples: samples whose inputs are a file's.
-        run: the checkpoint's model.
-        kept: what it gave already, by the text of the probe.
-    """
-
-    def __init__(
-        self,
-        signature: Signature,
-        probes: Sequence[Probe],
-        samples: Sequence[Sample],
-        run: Run,
-        kept: _Kept,
-    ) -> None:
-        self.probes = (*probes, *(Probe("sample", sample.sizes) for sample in samples))
-        self._inputs = [
-            *(functools.partial(make_case, signature, probe) for probe in probes),
-            *(functools.partial(_lowered, sample, signature) for sample in samples),
-        ]
-        self.run = run
-        self._kept = kept
-        self._names = [*map(str, probes), *range(len(samples))]
-        self._moved: dict[int, list[float]] = {}
-        self._signature = signature
-        self.why: Callable[[Mapping[str, int]], str] = lambda sizes: ""
-        """Sizes → the guard of the trace that does not hold there; empty where all do."""
-        self.scales = OutputScales()
-        """Scales of the outputs, once all cases have run."""
-
-    def add(self, probes: Sequence[Probe]) -> None:
-        """Try these too, unless their sizes are tried already."""
-        known = [probe.sizes for probe in self.probes if probe.kind in ORDINARY_KINDS]
-        for probe in probes:
-            if probe.sizes not in known:
-                self.probes = (*self.probes, probe)
-                self._inputs.append(functools.partial(make_case, self._signature, probe))
-                self._names.append(str(probe))
-
-    def __iter__(self) -> Iterator[Case]:
-        return (self[place] for place in range(len(self.probes)))
-
-    def __getitem__(self, place: int) -> Case:
-        probe, inputs = self.probes[place], self._inputs[place]()
-        return Case(probe, inputs, self._kept.outputs(self._names[place], probe, inputs))
-
-    def outputs(self, case: str, probe: Probe, inputs: Tensors) -> Tensors:
-        """Return what the checkpoint gives for another case; equal texts are the same case."""
-        return self._kept.outputs(case, probe, inputs)
-
     def sensitivity(self, place: int) -> list[float]:
         """Return per output how far it moves when the model's sums are rounded otherwise."""
         if place not in self._moved:
             case = self[place]
-            run = functools.partial(self.run, case.probe)
-            try:
-                self._moved[place] = measure_sensitivity(
-                    run, case.inputs, case.outputs, self.scales.of(case.probe.kind)
-                )
-            # Some models do not run where their operators are disturbed.
-            except ModelError:
-                self._moved[place] = [0.0] * len(case.outputs)
+            self._moved[place] = self.moves(case, self.scales.of(case.probe.kind))
         return self._moved[place]
+
+    def moves(self, case: Case, scales: Sequence[Scale]) -> list[float]:
+        """Return the same of any case; 0 where the model does not run when it is disturbed."""
+        run = functools.partial(self.run, case.probe)
+        try:
+            return measure_sensitivity(run, case.inputs, case.outputs, scales)
+        except ModelError:
+            return [0.0] * len(case.outputs)
 
 
 _Seen = tuple[str, tuple[int, ...], bool]
@@ -274,13 +244,21 @@ def observe(
             output = _call(lowered, signature, example_probe, example)
 
         def run(probe: Probe, tensors: Tensors) -> Tensors:
-            return _outputs(original, signature, probe, tensors, dtype)
+            values = original.state_dict().values()
+            place = next((value.device for value in values), torch.device("cpu"))
+            with set_precision(place):
+                given = _to(raised(tensors, dtype is not None), place)
+                found = flatten(_call(original, signature, probe, given)).values()
+            # None may keep a larger tensor in memory, whose part it is.
+            return tuple(
+                each.clone() if each.untyped_storage().nbytes() > each.nbytes else each
+                for each in (tensor.cpu() for tensor in found)
+            )
 
         run_example = functools.partial(run, example_probe)
-        kept = _Kept(run)
-        chosen = ONLY_SAMPLES if sample_only else _plan(kept, original, tried, quick=quick)
-        compared = regroup(samples, signature) if sample_only else samples
-        cases = Cases(tried, chosen.probes, compared, run, kept)
+        cases = Cases(tried, run)
+        chosen = ONLY_SAMPLES if sample_only else _plan(cases, original, tried, quick=quick)
+        cases.add(chosen.probes, regroup(samples, signature) if sample_only else samples)
         bounds = {name: Bounds() for name in named}
         seen = []
         for case in cases:
@@ -316,7 +294,11 @@ def observe(
             *chosen_outputs.notes,
             *moves,
             *watched.warnings(),
-            *_plain_tensor_warnings(original),
+            *(
+                f'"{name}" is a tensor outside the state dict, so its value is that of the class, '
+                "not the checkpoint's; register_buffer() would keep it in both"
+                for name in plain_tensors(original)
+            ),
             *([_only_samples(cases.probes)] if sample_only else []),
         ),
         rows=Rows(
@@ -358,19 +340,11 @@ def _check_eval_mode(model: nn.Module) -> None:
         )
 
 
-def _plain_tensor_warnings(model: nn.Module) -> list[str]:
-    return [
-        f'"{name}" is a tensor outside the state dict, so its value is the class\'s and not the '
-        "checkpoint's; register_buffer() would keep it in both"
-        for name in plain_tensors(model)
-    ]
-
-
-def _plan(kept: _Kept, model: nn.Module, tried: Signature, *, quick: bool) -> Plan:
+def _plan(cases: Cases, model: nn.Module, tried: Signature, *, quick: bool) -> Plan:
     """Choose what to try, by what runs at both ends of every dim take.
 
     Args:
-        kept: gets what they give: they are cases, too.
+        cases: keeps what they give: these will be among them.
         model: model whose weights are used at least once for each row; recurrent layers are not
             counted.
         tried: inputs, with the values of integers.
@@ -384,10 +358,10 @@ def _plan(kept: _Kept, model: nn.Module, tried: Signature, *, quick: bool) -> Pl
         inputs = make_case(tried, probe)
         try:
             with count() as counted:
-                outputs = kept.outputs(str(probe), probe, inputs)
+                outputs = cases.outputs(str(probe), probe, inputs)
         # Some models do not run where operators are counted.
         except ModelError:
-            counted, outputs = Counted(), kept.outputs(str(probe), probe, inputs)
+            counted, outputs = Counted(), cases.outputs(str(probe), probe, inputs)
         arithmetic = max(counted.gflop, 2e-9 * weights * sizes.get(batch or "", 1))
         gflop.append(arithmetic + GFLOP_PER_OPERATOR * counted.operators)
         size_bytes.append(float(sum(tensor.nbytes for tensor in (*inputs, *outputs))))
@@ -444,29 +418,8 @@ def _call(model: nn.Module, signature: Signature, probe: Probe, inputs: Tensors)
         ) from error
 
 
-def _outputs(
-    model: nn.Module,
-    signature: Signature,
-    probe: Probe,
-    inputs: Tensors,
-    dtype: torch.dtype | None,
-) -> Tensors:
-    """Run the checkpoint's model, on its own device, and give its outputs on the CPU."""
-    device = next((value.device for value in model.state_dict().values()), torch.device("cpu"))
-    with set_precision(device):
-        output = _call(model, signature, probe, _to(raised(inputs, dtype is not None), device))
-    found = (tensor.cpu() for tensor in flatten(output).values())
-    # None may keep a larger tensor in memory, whose part it is.
-    return tuple(
-        each.clone() if each.untyped_storage().nbytes() > each.nbytes else each for each in found
-    )
-
-
 def _check_repeats(
-    names: Sequence[str],
-    first: Mapping[str, Tensor],
-    second: Mapping[str, Tensor],
-    unsteady: str,
+    names: Sequence[str], first: Mapping[str, Tensor], second: Mapping[str, Tensor], unsteady: str
 ) -> list[str]:
     """Refuse a model that gives two answers to one input: there is nothing to agree with.
 
@@ -513,9 +466,9 @@ def _unsteady(watched: Watched, sizes: Mapping[str, int]) -> str:
             f"instead, noise for example, and add --input 'noise:{drawn.dtype}[{dims}]', so that "
             "who calls the artifact draws them, from a seed of their own"
         )
-    for (what, place), name in watched.outside.reads.items():
+    for (what, place), name in watched.reads.items():
         return f"forward() reads {what}{place} ({name}); take that as an input"
-    for each in watched.outside.kept:
+    for each in watched.kept:
         return f"forward() changes {each} in every call; take it as an input and give it back"
     return (
         "remove what is random in forward() (dropout with training=True, torch.rand) or what it "

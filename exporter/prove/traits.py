@@ -116,33 +116,35 @@ class Rows:
         reasons = [reason for spec in signature.inputs if (reason := why_no_rows(spec, batch))]
         if reasons:
             return Batching(False, reasons[0])
-        mixed = _shapes_apart(signature, batch)
-        sizes: tuple[int, ...] = ()
-        apart = 0.0
-        if not mixed and self.batches is None:
+        if mixed := _shapes_apart(signature, batch):
+            return self._not_batchable(mixed)
+        if self.batches is None:
             return Batching(False, _TOO_FEW)
-        if not mixed and self.batches is not None:
-            tried = candidates(batch, batch.max)
-            is_cheap = self.gflop * 25 * sum(tried) <= _BUDGET_GFLOP
-            count, strangers = (OWN_ROWS, STRANGERS) if is_cheap else (2, STRANGERS[-1:])
-            own = tuple(tensor[:count] for tensor in self.batches(batch.max, 0))
-            rows = self.batches(batch.max, 1)
-            others = [enlarged(signature.inputs, rows, factors) for factors in strangers]
-            largest = [batch.max, *([batch.at_least(_SMALL)] if is_cheap else [])]
-            allowed = max(_ROW_TOLERANCE, tolerance)
-            mixed, apart = self._mixed(run, batch.min, own, others, largest, allowed)
-            if not is_cheap:
-                tried = [size for size in tried if size & (size - 1) == 0]
-                work = accumulate(self.gflop * (3 * size + 4) for size in tried)
-                tried = tried[: sum(each <= _MOST_GFLOP for each in work)]
-            if not mixed:
-                with suppress(ExportError):
-                    sizes = tuple((find_alike or partial(find_sizes, run))(own, others, tried))
+        tried = candidates(batch, batch.max)
+        is_cheap = self.gflop * 25 * sum(tried) <= _BUDGET_GFLOP
+        count, strangers = (OWN_ROWS, STRANGERS) if is_cheap else (2, STRANGERS[-1:])
+        own = tuple(tensor[:count] for tensor in self.batches(batch.max, 0))
+        rows = self.batches(batch.max, 1)
+        others = [enlarged(signature.inputs, rows, factors) for factors in strangers]
+        largest = [batch.max, *([batch.at_least(_SMALL)] if is_cheap else [])]
+        allowed = max(_ROW_TOLERANCE, tolerance)
+        mixed, apart = self._mixed(run, batch.min, own, others, largest, allowed)
         if mixed:
-            left = [spec.name for spec in signature.outputs if spec.name not in mixed]
-            keep = "" if self.are_chosen else "".join(f" --output {name}" for name in left)
-            return Batching(False, next(iter(mixed.values())) + (f"; try{keep}" if keep else ""))
-        return Batching(True, "a row gives the same alone and beside any other rows", sizes, apart)
+            return self._not_batchable(mixed)
+        if not is_cheap:
+            tried = [size for size in tried if size & (size - 1) == 0]
+            work = accumulate(self.gflop * (3 * size + 4) for size in tried)
+            tried = tried[: sum(each <= _MOST_GFLOP for each in work)]
+        sizes: Sequence[int] = ()
+        with suppress(ExportError):
+            sizes = (find_alike or partial(find_sizes, run))(own, others, tried)
+        reason = "a row gives the same alone and beside any other rows"
+        return Batching(True, reason, tuple(sizes), apart)
+
+    def _not_batchable(self, mixed: Mapping[str, str]) -> Batching:
+        left = [spec.name for spec in self.signature.outputs if spec.name not in mixed]
+        keep = "" if self.are_chosen else "".join(f" --output {name}" for name in left)
+        return Batching(False, next(iter(mixed.values())) + (f"; try{keep}" if keep else ""))
 
     def _mixed(
         self,

@@ -31,7 +31,7 @@ from modelyard.handlers.explain.request.options import (
 )
 from modelyard.handlers.explain.request.targets import ExplainedModel
 from modelyard.handlers.limits import refused_values
-from modelyard.handlers.models.backends import Artifact
+from modelyard.handlers.models.backends import Artifact, as_tuple
 
 if TYPE_CHECKING:
     from modelyard.handlers.base import BaseHandler
@@ -59,12 +59,6 @@ def method_for(artifact: Artifact, output: str | None) -> str | None:
     return next(suitable, None)
 
 
-def shares_of(parts: Mapping[str, float]) -> dict[str, float]:
-    """Return each part's share of the sum of |attributions|; nothing where that is 0."""
-    total = sum(map(abs, parts.values()))
-    return {name: abs(value) / total for name, value in parts.items()} if total else {}
-
-
 SCHEMA_VERSION = 1
 """Version of the fields of an answer, as `Explanation` in the description of the API has them: it
 rises when one goes, or has another meaning."""
@@ -88,17 +82,12 @@ class Explainer:
         """Answer a batch; see `BaseHandler.explain`."""
         handler = self.handler
         self._refuse_whole()
-        read = [
-            handler._each(index, handler._read_options, index, row)
-            for index, row in enumerate(data)
-        ]
+        read = [handler._each(at, handler._read_options, at, row) for at, row in enumerate(data)]
         tensors = as_tuple(handler.preprocess([row for _, row in read]))
-        explanations = explain_batch(
-            handler.explained_model(), tensors, [options for options, _ in read]
-        )
+        options = [each for each, _ in read]
         return [
             self.present(index, tuple(tensor[index] for tensor in tensors), each)
-            for index, each in enumerate(explanations)
+            for index, each in enumerate(explain_batch(handler.explained_model(), tensors, options))
         ]
 
     def shares(self, data: Sequence[Row]) -> list[dict[str, Any]]:
@@ -110,7 +99,9 @@ class Explainer:
         explanations = explain_batch(version, tensors, [options_of_shares(version)] * len(data))
         answers, reference = [], handler.reference
         for index, (explanation,) in enumerate(explanations):
-            shares = shares_of(handler.name_parts(index, explanation))
+            parts = handler.name_parts(index, explanation)
+            total = sum(map(abs, parts.values()))
+            shares = {name: abs(each) / total for name, each in parts.items()} if total else {}
             folded = reference.fold(shares) if reference and shares else shares
             answers.append({"class": explanation.label, "shares": folded})
         return answers
@@ -311,10 +302,9 @@ class Explainer:
     def _summed(self, explanation: Explanation) -> Explanation:
         """Sum up what belongs together; its error is at most the sum of theirs."""
         together = partial(self.handler.aggregated, explanation)
-        names = ("attributions", "errors", "differences")
-        every = {name: getattr(explanation, name) for name in names}
         summed: dict[str, Any] = {
-            name: each and tuple(map(together, each)) for name, each in every.items()
+            name: (each := getattr(explanation, name)) and tuple(map(together, each))
+            for name in ("attributions", "errors", "differences")
         }
         return replace(explanation, **summed)
 
@@ -325,8 +315,3 @@ _HOOKS = (
     *("groups", "choices", "baseline_means", "output_names"),
 )
 """What a handler says of its model by the names of `ExplainedModel`."""
-
-
-def as_tuple(inputs: Tensor | Tensors) -> Tensors:
-    """Return what a model takes, one tensor per input."""
-    return (inputs,) if isinstance(inputs, Tensor) else inputs

@@ -4,7 +4,7 @@ import io
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any
 
@@ -15,23 +15,9 @@ from torch import Tensor
 
 from modelyard.archiver.handler_files import MASKS, TYPES
 from modelyard.handlers.errors import BadInput, NoGradients, TwinDiffers
-from modelyard.handlers.explain.attribute.attribution import (
-    Attribution,
-    AttributionRequest,
-    ForwardFunction,
-    Model,
-    Tensors,
-    evaluate,
-    is_met,
-    sizes_of,
-    sums_of,
-)
+from modelyard.handlers.explain.attribute import attribution
+from modelyard.handlers.explain.attribute.attribution import AttributionRequest, Tensors
 from modelyard.handlers.explain.attribute.cut import Cut, cut_at_embedding
-from modelyard.handlers.explain.attribute.memory import (
-    FORWARD_ROWS,
-    gradient_rows,
-    most_rows,
-)
 from modelyard.handlers.explain.attribute.method import Measure, Method, Result, StandIn, Windows
 from modelyard.handlers.explain.attribute.methods import MEASURES, METHODS
 from modelyard.handlers.explain.attribute.trace import SIGMAS
@@ -207,8 +193,7 @@ _OPTIONAL = ("against", "baseline_means", "baseline_error", "layer")
 class _Split:
     """What of a model is differentiated or evaluated, and the tensors that it is called with."""
 
-    artifact: Artifact
-    model: Model
+    model: attribution.Model
     """Called with the explained tensors, then the fixed ones."""
     explained: Tensors
     """(N, *S) each."""
@@ -222,10 +207,6 @@ class _Split:
     """The tensors that it is called with → inputs of the model; not of one that is cut."""
     is_cut: bool = False
     """Whether what is explained follows from the inputs."""
-
-    def scored(self, score: Callable[[Any], Tensor]) -> Model:
-        """Return the model as a function to the numbers that targets are places in."""
-        return lambda *tensors: score(self.model(*tensors))
 
 
 def explain_batch(
@@ -259,144 +240,334 @@ def explain_batch(
         part = version.at_output(name) if name else version
         part = replace(stand_in(part), origin=part) if stand_in else part
         own = tuple(tensor[rows] for tensor in inputs)
-        each = _explain_output(part, own, options, rows, further)
-        found |= zip([(name, row) for row in rows], each, strict=True)
+        outputs = _evaluate(part, part.artifact, own)
+        targets = {
+            row: find_targets(part, row, options[row], each)
+            for row, each in zip(rows, outputs, strict=True)
+        }
+        for alike in _groups(options, rows):
+            group = _Group(
+                part,
+                tuple(tensor[alike] for tensor in inputs),
+                outputs[[rows.index(row) for row in alike]],
+                [options[row] for row in alike],
+                alike,
+                [(at, target) for at, row in enumerate(alike) for target in targets[row]],
+            )
+            found |= zip([(name, row) for row in alike], group.explain(further), strict=True)
     return [
         [each for name in option.output_name for each in found[name, row]]
         for row, option in enumerate(options)
     ]
 
 
-def _explain_output(
-    version: ExplainedModel,
-    inputs: Tensors,
-    every_option: Sequence[ExplainOptions],
-    rows: Sequence[int],
-    further: Mapping[str, Measure],
-) -> list[list[Explanation]]:
-    """Explain one output, for some rows of the batch; inputs are theirs alone."""
-    options = [every_option[row] for row in rows]
-    outputs = _evaluate(version, version.artifact, inputs)
-    targets = [find_targets(version, *each) for each in zip(rows, options, outputs, strict=True)]
-    found: dict[int, list[Explanation]] = {}
-    for group in _groups(options):
-        each = _explain_alike(
-            version,
-            tuple(tensor[group] for tensor in inputs),
-            outputs[group],
-            [options[at] for at in group],
-            [targets[at] for at in group],
-            [rows[at] for at in group],
-            further,
-        )
-        found |= zip(group, each, strict=True)
-    return [found[at] for at in range(len(rows))]
+@dataclass(frozen=True)
+class _Group:
+    """Requests whose options lead to the same call of a method."""
 
+    version: ExplainedModel
+    given: Tensors
+    """(N, …) each: their inputs."""
+    predicted: Tensor
+    """(N, …) the outputs of the artifact that predicts."""
+    every_option: Sequence[ExplainOptions]
+    rows: Sequence[int]
+    """Which requests of the whole batch these are."""
+    owners: Sequence[tuple[int, Target]]
+    """A request, and one of its targets, for each of the M explanations."""
 
-def _explain_alike(
-    version: ExplainedModel, inputs: Tensors, predicted: Tensor,
-    every_option: Sequence[ExplainOptions], targets: Sequence[Sequence[Target]],
-    rows: Sequence[int], further: Mapping[str, Measure],
-) -> list[list[Explanation]]:  # fmt: skip
-    """Explain requests whose options lead to the same call of a method.
+    @property
+    def options(self) -> ExplainOptions:
+        """What all of them ask for alike."""
+        return self.every_option[0]
 
-    Args:
-        version: version that is explained.
-        inputs: inputs of the requests.
-        predicted: (N, …) the outputs of the artifact that predicts.
-        every_option: options of each request.
-        targets: targets of each request.
-        rows: which requests of the whole batch these are.
-        further: measures as of `explain_batch`.
-    """
-    options = every_option[0]
-    method = METHODS[options.method]
-    artifact = _choose(version, options.method)
-    inputs = tuple(tensor.to(artifact.device) for tensor in inputs)
-    split = _split(version, artifact, inputs, options)
-    sets = [
-        _baselines(version, split, tuple(tensor[row : row + 1] for tensor in inputs), option)
-        for row, option in enumerate(every_option)
-    ]
-    request, owners, served, outputs = _request(
-        version, predicted, options, targets, split, inputs, sets
-    )
-    starts = [_class_of(version, each) for each in outputs]
-    windows = [_windows(version, rows[row], request.inputs, options) for row, _ in owners]
-    settings: dict[str, Any] = options.settings()
-    if method.stand_in:
-        settings["artifact"] = artifact
-    if method.looks_at_layer:
-        settings["at_layer"] = _at_layer(version, split, options)
-    attributions = _run(method, request, settings, windows)
-    found: list[list[Explanation]] = [[] for _ in every_option]
-    for at, (row, target) in enumerate(owners):
-        options = every_option[row]
-        if version.is_of_probabilities:
-            options = replace(options, output="probability")
-        baseline = _baseline(version, options)
-        part = request.part(slice(at, at + 1))
-        count = len(sets[row][0])
-        means = version.baseline_means(baseline)
-        numbers = _numbers(part, attributions[at], float(served[at]), options)
-        numbers["warnings"] += _about_baseline(baseline, *starts[row])
-        measures = {}
-        wanted = {name: each for name, each in MEASURES.items() if getattr(options, name)}
-        for name, measure in {**wanted, **further}.items():
+    @property
+    def method(self) -> Method:
+        return METHODS[self.options.method]
+
+    def explain(self, further: Mapping[str, Measure]) -> list[list[Explanation]]:
+        """Return the explanations of each request; `further` as of `explain_batch`."""
+        version, method = self.version, self.method
+        sets = [self._baselines(row, option) for row, option in enumerate(self.every_option)]
+        request, served, outputs = self._request(sets)
+        starts = [self._class_of(each) for each in outputs]
+        windows = [self._windows(self.rows[row], request.inputs) for row, _ in self.owners]
+        settings: dict[str, Any] = self.options.settings()
+        if method.stand_in:
+            settings["artifact"] = self.artifact
+        if method.looks_at_layer:
+            settings["at_layer"] = self._at_layer()
+        attributions = _run(method, request, settings, windows)
+        found: list[list[Explanation]] = [[] for _ in self.every_option]
+        for at, (row, target) in enumerate(self.owners):
+            options, (label, chance) = self.every_option[row], starts[row]
+            if version.is_of_probabilities:
+                options = replace(options, output="probability")
+            baseline, count = self._baseline(options), len(sets[row][0])
+            part = request.part(slice(at, at + 1))
+            numbers = _numbers(part, attributions[at], float(served[at]), options)
             own = settings | (vars(windows[at]) if method.needs_windows else {})
-            own |= _fixed(method, numbers["n_steps"])
             result = Result(
                 part,
                 attributions[at].attributions,
                 method,
-                own,
+                own | _fixed(method, numbers["n_steps"]),
                 windows[at],
                 options.seed,
                 version.origin or version,
-                rows[row],
+                self.rows[row],
                 target.against,
             )
-            measures[name], warnings = measure(result)
-            numbers["warnings"] += warnings
-        found[row].append(
-            Explanation(
-                options=options,
-                baseline=baseline,
-                baseline_means=f"the mean over {count} rows" if count > 1 else means,
-                names=split.names,
-                explained_with=artifact.file,
-                target=target.name,
-                label=target.label,
-                probability=target.probability,
-                output_name=target.output,
-                against=target.against,
-                baseline_label=starts[row][0],
-                baseline_probability=starts[row][1],
-                measures=measures,
-                **numbers,
+            wanted = {name: each for name, each in MEASURES.items() if getattr(options, name)}
+            measured = {name: each(result) for name, each in {**wanted, **further}.items()}
+            means = version.baseline_means(baseline)
+            numbers["warnings"] += _about_baseline(baseline, label, chance)
+            numbers["warnings"] += tuple(w for each in measured.values() for w in each.warnings)
+            found[row].append(
+                Explanation(
+                    options=options,
+                    baseline=baseline,
+                    baseline_means=f"the mean over {count} rows" if count > 1 else means,
+                    names=self.split.names,
+                    explained_with=self.artifact.file,
+                    target=target.name,
+                    label=target.label,
+                    probability=target.probability,
+                    output_name=target.output,
+                    against=target.against,
+                    baseline_label=label,
+                    baseline_probability=chance,
+                    measures={name: each.fields for name, each in measured.items()},
+                    **numbers,
+                )
             )
+        return found
+
+    @cached_property
+    def artifact(self) -> Artifact:
+        """What the method computes with: what predicts, wherever that will do."""
+        twin, name = self.version.twin, self.options.method
+        if not self.method.needs_gradients:
+            return self.version.artifact
+        if twin is None or not twin.is_differentiable:
+            free = ", ".join(key for key, method in METHODS.items() if not method.needs_gradients)
+            raise NoGradients(
+                f"{name} needs gradients, and this archive holds no differentiable twin of its "
+                "artifact; build it again with `modelyard archive … --explain-with FILE.pt2`, "
+                f"exported from the same checkpoint, or choose one of {free}"
+            )
+        if self.method.watches and isinstance(twin.module, torch.jit.ScriptModule):
+            raise NoGradients(
+                f"{name} watches what the model calls, which TorchScript does not show; archive a "
+                "pt2 export with --explain-with, or choose integrated_gradients"
+            )
+        return twin
+
+    @cached_property
+    def inputs(self) -> Tensors:
+        """(N, …) each, where the artifact computes."""
+        return tuple(tensor.to(self.artifact.device) for tensor in self.given)
+
+    @cached_property
+    def split(self) -> _Split:
+        """Between which tensors and the outputs the explanation is to be."""
+        version, artifact, inputs = self.version, self.artifact, self.inputs
+        names, needs_gradients = artifact.input_names, self.method.needs_gradients
+        if needs_gradients and (cut := self._cut()) is not None:
+            front = cut.front
+
+            def select(whole: Tensors) -> Tensors:
+                with torch.no_grad():
+                    return (front(*whole).detach(),)
+
+            name = self.options.layer or names[version.embedded or 0]
+            return _Split(cut.back, select(inputs), inputs, (name,), select, is_cut=True)
+        places = [at for at, each in enumerate(inputs) if each.is_floating_point()]
+        if version.embedded is not None:
+            places = [version.embedded]
+        elif not places and needs_gradients:
+            takes = ", ".join(map(str, artifact.inputs))
+            raise NoGradients(
+                f"{self.options.method} needs real-valued inputs, this model takes {takes}; choose "
+                "a method without gradients, as occlusion"
+            )
+        # Masks and types say how the other inputs are to be read.
+        own = [at for at, name in enumerate(names) if name not in (*MASKS, *TYPES)]
+        places = places or own or list(range(len(inputs)))
+        order = [*places, *(at for at in range(len(inputs)) if at not in places)]
+        back = [order.index(at) for at in range(len(inputs))]
+        return _Split(
+            artifact
+            if back == sorted(back)
+            else lambda *given: artifact(*(given[at] for at in back)),
+            tuple(inputs[at] for at in places),
+            tuple(inputs[at] for at in order[len(places) :]),
+            tuple(names[at] for at in places),
+            lambda whole: tuple(whole[at] for at in places),
+            lambda given: tuple(given[at] for at in back),
         )
-    return found
 
+    def _cut(self) -> Cut | None:
+        if self.method.cut is not None and not self.method.looks_at_layer:
+            return self.method.cut(self.artifact, self._layer)
+        embedded = self.version.embedded
+        return None if embedded is None else cut_at_embedding(self.artifact, embedded)
 
-def _windows(
-    version: ExplainedModel, row: int, inputs: Tensors, options: ExplainOptions
-) -> Windows:
-    """Return the windows that a method asks about, or the least ones that could be.
+    @property
+    def _layer(self) -> str:
+        if (layer := self.options.layer) is None:
+            name = self.options.method
+            raise BadInput(f'layer is not given; {name} needs one, as "features.0"')
+        return layer
 
-    Args:
-        version: knows what belongs together.
-        row: which request of the batch.
-        inputs: (M, *S) each, that are explained.
-        options: options of the request.
-    """
-    groups = [version.groups(row, each.shape[1:]) for each in inputs]
-    side = options.window if METHODS[options.method].needs_windows else 1
-    shapes = []
-    for each, group in zip(inputs, groups, strict=True):
-        sizes = each.shape[1:] if group is None else torch.Size((int(group.max()) + 1,))
-        shapes.append(tuple(map(min, zip(version.window(sizes, side), sizes, strict=True))))
-    return Windows(tuple(shapes), groups if any(group is not None for group in groups) else ())
+    def _at_layer(self) -> Callable[[AttributionRequest], AttributionRequest]:
+        """Return what takes explanations of inputs to the output of a layer."""
+        version, split = self.version, self.split
+        if split.is_cut:
+            name = self.options.method
+            raise BadInput(f"{name} does not apply: tokens have no places as pixels have")
+        assert self.method.cut is not None
+        cut = self.method.cut(self.artifact, self._layer)
+
+        def at_layer(request: AttributionRequest) -> AttributionRequest:
+            whole = split.restore((*request.inputs, *request.forward.fixed))
+            with torch.no_grad():
+                values = cut.front(*whole)
+            model: attribution.Model = lambda *tensors: version.score(cut.back(*tensors))  # noqa: E731
+            forward = replace(request.forward, model=model, fixed=whole)
+            return replace(request, forward=forward, inputs=(values,))
+
+        return at_layer
+
+    def _baseline(self, options: ExplainOptions) -> str:
+        several = self.version.default_set if self.method.takes_sets else None
+        return options.baseline or several or self.version.default_baseline
+
+    def _baselines(self, row: int, options: ExplainOptions) -> Tensors:
+        """Return the baselines (B, *S) of one request."""
+        version, split, method = self.version, self.split, options.method
+        name = self._baseline(options)
+        if name == "zero" and version.embedded is not None:
+            if not split.is_cut:
+                raise BadInput(
+                    f'baseline is "zero", the embedding 0; {method} replaces tokens: expected pad'
+                )
+            return tuple(torch.zeros_like(each[:1]) for each in split.explained)
+        inputs = tuple(tensor[row : row + 1] for tensor in self.inputs)
+        found = version.baselines(name, inputs, options.seed)
+        count = len(found[0])
+        for each, own in zip(found, inputs, strict=True):
+            if each.shape[1:] != own.shape[1:]:
+                raise BadInput(
+                    f"baseline {name} has the shape {list(each.shape[1:])}; expected the input's, "
+                    f"{list(own.shape[1:])}"
+                )
+        if count > 1 and not self.method.takes_sets:
+            several = ", ".join(key for key, each in METHODS.items() if each.takes_sets)
+            raise BadInput(
+                f"baseline {name} holds {count} rows; {method} takes one, {several} several"
+            )
+        return split.select(tuple(each.to(own) for each, own in zip(found, inputs, strict=True)))
+
+    def _request(
+        self, sets: Sequence[Tensors]
+    ) -> tuple[AttributionRequest, Tensor, Sequence[Tensor]]:
+        """Ask the model about inputs and baselines, and prepare what a method is called with.
+
+        Returns:
+            The request of M explanations; (M,) the output at the input of the artifact that
+            predicts; (B, …) the outputs at each request's baselines.
+        """
+        version, split, artifact, owners = self.version, self.split, self.artifact, self.owners
+        outputs = self.predicted.to(artifact.device)
+        if artifact is not version.artifact:
+            outputs = _evaluate(version, artifact, self.inputs)
+            _check_agreement(version.agreement, self.predicted.to(outputs), outputs)
+
+        def scored(*tensors: Tensor) -> Tensor:
+            return version.score(split.model(*tensors))
+
+        counts = [len(rows[0]) for rows in sets]
+        repeated = torch.tensor([row for row, count in enumerate(counts) for _ in range(count)])
+        baseline_outputs = attribution.evaluate(
+            scored,
+            (
+                *(torch.cat(column) for column in zip(*sets, strict=True)),
+                *(tensor[repeated.to(tensor.device)] for tensor in split.fixed),
+            ),
+            self._pass_rows(None, ()),
+            version.between_chunks,
+        )
+        is_probability = self.options.output == "probability"
+        function = partial(_probabilities, version) if is_probability else None
+        at_inputs, at_baselines, at_served = (
+            function(each.double()) if function else each.double()
+            for each in (outputs, baseline_outputs, self.predicted)
+        )
+        start_rows = torch.split(at_baselines, counts)
+        rows = torch.tensor([row for row, _ in owners], device=outputs.device)
+        stack = stacked([target for _, target in owners])
+        places, weights = (each.to(outputs.device) for each in stack)
+        forward = attribution.ForwardFunction(
+            scored,
+            places,
+            tuple(tensor[rows] for tensor in split.fixed),
+            function,
+            None if places.shape[1] == 1 and bool((weights == 1).all()) else weights,
+        )
+        explained = tuple(tensor[rows] for tensor in split.explained)
+        is_real = all(map(Tensor.is_floating_point, explained))
+        request = AttributionRequest(
+            forward,
+            explained,
+            tuple(sets[row] for row, _ in owners),
+            torch.cat([target.of(at_inputs[row : row + 1]) for row, target in owners]),
+            torch.stack([target.of(start_rows[row]).mean() for row, target in owners]),
+            self._pass_rows(forward if self.method.needs_gradients else None, explained),
+            version.between_chunks,
+            None if split.is_cut or not is_real else tuple(map(version.scales, explained)),
+        )
+        served = torch.cat([target.of(at_served[row : row + 1]) for row, target in owners])
+        return request, served, torch.split(baseline_outputs, counts)
+
+    def _pass_rows(self, forward: attribution.ForwardFunction | None, inputs: Tensors) -> int:
+        """Return how many points share a pass: what is asked for, as the artifact takes it.
+
+        Args:
+            forward: function of a pass with gradients, whose memory counts; None for others.
+            inputs: inputs of `forward`.
+        """
+        rows = self.options.internal_batch_size or attribution.FORWARD_ROWS
+        if forward and self.options.internal_batch_size is None:
+            rows = attribution.gradient_rows(self.artifact, forward, inputs)
+        return min(rows, attribution.most_rows(self.artifact))
+
+    def _windows(self, row: int, inputs: Tensors) -> Windows:
+        """Return the windows that the method asks about, or the least ones that could be.
+
+        Args:
+            row: which request of the batch.
+            inputs: (M, *S) each, that are explained.
+        """
+        groups = [self.version.groups(row, each.shape[1:]) for each in inputs]
+        side = self.options.window if self.method.needs_windows else 1
+        shapes = []
+        for each, group in zip(inputs, groups, strict=True):
+            sizes = each.shape[1:] if group is None else torch.Size((int(group.max()) + 1,))
+            window = self.version.window(sizes, side)
+            shapes.append(tuple(map(min, zip(window, sizes, strict=True))))
+        has_any = any(group is not None for group in groups)
+        return Windows(tuple(shapes), groups if has_any else ())
+
+    def _class_of(self, outputs: Tensor) -> tuple[str | None, float | None]:
+        """Return the label and probability of outputs (B, …) in the mean; None without any."""
+        version = self.version
+        chances = version.probabilities(outputs.double()) if outputs.dim() == 2 else None
+        if chances is None:
+            return None, None
+        mean = chances.mean(0)
+        index = int(mean.argmax())
+        return version.label(index), float(mean[index])
 
 
 def _run(
@@ -404,90 +575,13 @@ def _run(
     request: AttributionRequest,
     settings: Mapping[str, Any],
     windows: Sequence[Windows],
-) -> list[Attribution]:
+) -> list[attribution.Attribution]:
     """Return what the method finds for each of the explanations, which share passes if they can."""
     own = [{**settings, **(vars(each) if method.needs_windows else {})} for each in windows]
     if method.is_random or (method.needs_windows and any(each.groups for each in windows)):
         return [method.run(request.part(slice(at, at + 1)), **each) for at, each in enumerate(own)]
     found = method.run(request, **own[0])
     return [found.part(at) for at in range(len(request))]
-
-
-_Owner = tuple[int, Target]
-"""A request, and one of its targets."""
-
-
-def _request(
-    version: ExplainedModel, predicted: Tensor, options: ExplainOptions,
-    targets: Sequence[Sequence[Target]], split: _Split, inputs: Tensors,
-    sets: Sequence[Tensors],
-) -> tuple[AttributionRequest, Sequence[_Owner], Tensor, Sequence[Tensor]]:  # fmt: skip
-    """Ask the model about inputs and baselines, and prepare what a method is called with.
-
-    Returns:
-        The request of M explanations; whose request and target each of them is; (M,) the output at
-        the input of the artifact that predicts; (B, …) the outputs at each request's baselines.
-    """
-    outputs = predicted.to(split.artifact.device)
-    if split.artifact is not version.artifact:
-        outputs = _evaluate(version, split.artifact, inputs)
-        _check_agreement(version.agreement, predicted.to(outputs), outputs)
-    counts = [len(rows[0]) for rows in sets]
-    repeated = torch.tensor([row for row, count in enumerate(counts) for _ in range(count)])
-    baseline_outputs = evaluate(
-        split.scored(version.score),
-        (
-            *(torch.cat(column) for column in zip(*sets, strict=True)),
-            *(tensor[repeated.to(tensor.device)] for tensor in split.fixed),
-        ),
-        _rows(options, split.artifact, None, ()),
-        version.between_chunks,
-    )
-    function = partial(_probabilities, version) if options.output == "probability" else None
-    at_inputs, at_baselines, at_served = (
-        function(each.double()) if function else each.double()
-        for each in (outputs, baseline_outputs, predicted)
-    )
-    start_rows = torch.split(at_baselines, counts)
-    owners = [(row, target) for row, each in enumerate(targets) for target in each]
-    rows = torch.tensor([row for row, _ in owners], device=outputs.device)
-    places, weights = (each.to(outputs.device) for each in stacked([each for _, each in owners]))
-    forward = ForwardFunction(
-        split.scored(version.score),
-        places,
-        tuple(tensor[rows] for tensor in split.fixed),
-        function,
-        None if places.shape[1] == 1 and bool((weights == 1).all()) else weights,
-    )
-    explained = tuple(tensor[rows] for tensor in split.explained)
-    is_real = all(map(Tensor.is_floating_point, explained))
-    request = AttributionRequest(
-        forward,
-        explained,
-        tuple(sets[row] for row, _ in owners),
-        torch.cat([target.of(at_inputs[row : row + 1]) for row, target in owners]),
-        torch.stack([target.of(start_rows[row]).mean() for row, target in owners]),
-        _rows(
-            options,
-            split.artifact,
-            forward if METHODS[options.method].needs_gradients else None,
-            explained,
-        ),
-        version.between_chunks,
-        None if split.is_cut or not is_real else tuple(map(version.scales, explained)),
-    )
-    served = torch.cat([target.of(at_served[row : row + 1]) for row, target in owners])
-    return request, owners, served, torch.split(baseline_outputs, counts)
-
-
-def _class_of(version: ExplainedModel, outputs: Tensor) -> tuple[str | None, float | None]:
-    """Return the label and probability of outputs (B, …) in the mean; None where there is none."""
-    chances = version.probabilities(outputs.double()) if outputs.dim() == 2 else None
-    if chances is None:
-        return None, None
-    mean = chances.mean(0)
-    index = int(mean.argmax())
-    return version.label(index), float(mean[index])
 
 
 def _about_baseline(baseline: str, label: str | None, probability: float | None) -> tuple[str, ...]:
@@ -518,13 +612,13 @@ def _probabilities(version: ExplainedModel, outputs: Tensor) -> Tensor:
 
 def _numbers(
     request: AttributionRequest,
-    found: Attribution,
+    found: attribution.Attribution,
     f_served: float,
     options: ExplainOptions,
 ) -> dict[str, Any]:
     """Return what one explanation says of itself, for the request that it alone answers."""
     method = METHODS[options.method]
-    total = sums_of(found.attributions) if found.total is None else found.total
+    total = attribution.sums_of(found.attributions) if found.total is None else found.total
     difference = request.f_input - request.f_baseline
     numbers = {
         "f_input": float(request.f_input),
@@ -550,11 +644,11 @@ def _numbers(
     is_within = error is not None and bool(
         error <= options.tolerance
         if method.is_random
-        else is_met(request, found, options.tolerance)
+        else attribution.is_met(request, found, options.tolerance)
     )
     if delta is not None and error is not None and not options.noise:
         # Draws scatter around the sum, but no further than their errors allow.
-        scatter = 3 * float(sizes_of(found.errors or ())) if method.is_random else 0.0
+        scatter = 3 * float(attribution.sizes_of(found.errors or ())) if method.is_random else 0.0
         if abs(delta) > scatter + max(options.tolerance * abs(float(difference)), rounding):
             if float(error) <= options.tolerance or hidden > abs(delta) / 2:
                 warnings += (_missing(delta, float(difference)),)
@@ -596,8 +690,8 @@ def _fixed(method: Method, steps: int) -> dict[str, int]:
 
 
 def _apart(
-    found: Attribution, method: Method, numbers: Mapping[str, float], rounding: float
-) -> tuple[Attribution, float | None, tuple[str, ...]]:
+    found: attribution.Attribution, method: Method, numbers: Mapping[str, float], rounding: float
+) -> tuple[attribution.Attribution, float | None, tuple[str, ...]]:
     """Add to the errors how far a twin is from what it stands for, and see what is left.
 
     The gap between the two at the input is shared among the values by their sizes: so much the
@@ -606,7 +700,7 @@ def _apart(
     Returns:
         The attribution with its errors, the net share, and sentences about the two.
     """
-    size = float(sizes_of(found.attributions))
+    size = float(attribution.sizes_of(found.attributions))
     gap = abs(numbers["f_input"] - numbers["f_served"])
     difference = numbers["f_input"] - numbers["f_baseline"]
     warnings = []
@@ -628,160 +722,10 @@ def _apart(
     return found, share, tuple(warnings)
 
 
-def _choose(version: ExplainedModel, name: str) -> Artifact:
-    """Return what a method computes with: the artifact itself wherever that will do."""
-    if not METHODS[name].needs_gradients:
-        return version.artifact
-    if version.twin is None or not version.twin.is_differentiable:
-        free = ", ".join(key for key, method in METHODS.items() if not method.needs_gradients)
-        raise NoGradients(
-            f"{name} needs gradients, and this archive holds no differentiable twin of its "
-            "artifact; build it again with `modelyard archive … --explain-with FILE.pt2`, exported "
-            f"from the same checkpoint, or choose one of {free}"
-        )
-    if METHODS[name].watches and isinstance(version.twin.module, torch.jit.ScriptModule):
-        raise NoGradients(
-            f"{name} watches what the model calls, which TorchScript does not show; archive a pt2 "
-            "export with --explain-with, or choose integrated_gradients"
-        )
-    return version.twin
-
-
-def _split(
-    version: ExplainedModel, artifact: Artifact, inputs: Tensors, options: ExplainOptions
-) -> _Split:
-    """Decide between which tensors and the outputs the explanation is to be."""
-    names = artifact.input_names
-    cut = _cut(version, artifact, options) if METHODS[options.method].needs_gradients else None
-    if cut is not None:
-        front = cut.front
-
-        def select(whole: Tensors) -> Tensors:
-            with torch.no_grad():
-                return (front(*whole).detach(),)
-
-        name = options.layer or names[version.embedded or 0]
-        return _Split(artifact, cut.back, select(inputs), inputs, (name,), select, is_cut=True)
-    places = [at for at, each in enumerate(inputs) if each.is_floating_point()]
-    if version.embedded is not None:
-        places = [version.embedded]
-    elif not places and METHODS[options.method].needs_gradients:
-        takes = ", ".join(map(str, artifact.inputs))
-        raise NoGradients(
-            f"{options.method} needs real-valued inputs, this model takes {takes}; choose a method "
-            "without gradients, as occlusion"
-        )
-    # Masks and types say how the other inputs are to be read.
-    own = [at for at, name in enumerate(names) if name not in (*MASKS, *TYPES)]
-    places = places or own or list(range(len(inputs)))
-    order = [*places, *(at for at in range(len(inputs)) if at not in places)]
-    back = [order.index(at) for at in range(len(inputs))]
-
-    def model(*tensors: Tensor) -> Any:
-        return artifact(*(tensors[at] for at in back))
-
-    return _Split(
-        artifact,
-        artifact if back == sorted(back) else model,
-        tuple(inputs[at] for at in places),
-        tuple(inputs[at] for at in order[len(places) :]),
-        tuple(names[at] for at in places),
-        lambda whole: tuple(whole[at] for at in places),
-        lambda tensors: tuple(tensors[at] for at in back),
-    )
-
-
-def _cut(version: ExplainedModel, artifact: Artifact, options: ExplainOptions) -> Cut | None:
-    method = METHODS[options.method]
-    if method.cut is not None and not method.looks_at_layer:
-        return method.cut(artifact, _layer(options))
-    if version.embedded is not None:
-        return cut_at_embedding(artifact, version.embedded)
-    return None
-
-
-def _layer(options: ExplainOptions) -> str:
-    if options.layer is None:
-        raise BadInput(f'layer is not given; {options.method} needs one, as "features.0"')
-    return options.layer
-
-
-def _at_layer(
-    version: ExplainedModel, split: _Split, options: ExplainOptions
-) -> Callable[[AttributionRequest], AttributionRequest]:
-    """Return what takes explanations of inputs to the output of a layer."""
-    if split.is_cut:
-        raise BadInput(f"{options.method} does not apply: tokens have no places as pixels have")
-    take_apart = METHODS[options.method].cut
-    assert take_apart is not None
-    cut = take_apart(split.artifact, _layer(options))
-
-    def at_layer(request: AttributionRequest) -> AttributionRequest:
-        whole = split.restore((*request.inputs, *request.forward.fixed))
-        with torch.no_grad():
-            values = cut.front(*whole)
-        forward = replace(
-            request.forward, model=lambda *tensors: version.score(cut.back(*tensors)), fixed=whole
-        )
-        return replace(request, forward=forward, inputs=(values,))
-
-    return at_layer
-
-
-def _baseline(version: ExplainedModel, options: ExplainOptions) -> str:
-    several = version.default_set if METHODS[options.method].takes_sets else None
-    return options.baseline or several or version.default_baseline
-
-
-def _baselines(
-    version: ExplainedModel, split: _Split, inputs: Tensors, options: ExplainOptions
-) -> Tensors:
-    """Return the baselines (B, *S) of one request, whose inputs are (1, …)."""
-    name = _baseline(version, options)
-    if name == "zero" and version.embedded is not None:
-        if not split.is_cut:
-            raise BadInput(
-                f'baseline is "zero", the embedding 0; {options.method} replaces tokens: expected '
-                "pad"
-            )
-        return tuple(torch.zeros_like(each[:1]) for each in split.explained)
-    found = version.baselines(name, inputs, options.seed)
-    count = len(found[0])
-    for each, own in zip(found, inputs, strict=True):
-        if each.shape[1:] != own.shape[1:]:
-            raise BadInput(
-                f"baseline {name} has the shape {list(each.shape[1:])}; expected the input's, "
-                f"{list(own.shape[1:])}"
-            )
-    if count > 1 and not METHODS[options.method].takes_sets:
-        several = ", ".join(key for key, method in METHODS.items() if method.takes_sets)
-        raise BadInput(
-            f"baseline {name} holds {count} rows; {options.method} takes one, {several} several"
-        )
-    return split.select(tuple(each.to(own) for each, own in zip(found, inputs, strict=True)))
-
-
-def _rows(
-    options: ExplainOptions, artifact: Artifact, forward: ForwardFunction | None, inputs: Tensors
-) -> int:
-    """Return how many points share a pass: what is asked for, as far as the artifact takes it.
-
-    Args:
-        options: options of the request.
-        artifact: artifact that computes.
-        forward: function of a pass with gradients, whose memory counts; None for others.
-        inputs: inputs of `forward`.
-    """
-    rows = options.internal_batch_size or FORWARD_ROWS
-    if forward and options.internal_batch_size is None:
-        rows = gradient_rows(artifact, forward, inputs)
-    return min(rows, most_rows(artifact))
-
-
 def _evaluate(version: ExplainedModel, artifact: Artifact, inputs: Tensors) -> Tensor:
     """Return the outputs (N, …) of the requests' inputs, which came as one batch and so fit one."""
     inputs = tuple(tensor.to(artifact.device) for tensor in inputs)
-    return evaluate(
+    return attribution.evaluate(
         lambda *tensors: version.score(artifact(*tensors)),
         inputs,
         len(inputs[0]),
@@ -819,10 +763,11 @@ def _check_agreement(rule: Rule | None, outputs: Tensor, twin: Tensor) -> None:
         )
 
 
-def _groups(options: Sequence[ExplainOptions]) -> list[list[int]]:
+def _groups(options: Sequence[ExplainOptions], rows: Sequence[int]) -> list[list[int]]:
     """Gather the requests that one call of a method can answer together."""
     groups: dict[tuple[Any, ...], list[int]] = {}
-    for row, option in enumerate(options):
+    for row in rows:
+        option = options[row]
         alone = row if METHODS[option.method].is_random else None
         settings = tuple(sorted(option.settings().items()))
         rest = (option.output, option.window, option.layer, option.internal_batch_size)

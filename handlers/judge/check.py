@@ -396,11 +396,11 @@ def _samples(name: str, data: bytes) -> Iterator[Finding]:
 def _sample_problems(value: object) -> Iterator[str]:
     """Check the keys of dicts, which torch pastes into source."""
     if isinstance(value, Mapping):
-        for key, item in value.items():
+        for key in value:
             if not isinstance(key, int | str) or path_problem(str(key)):
                 yield f"the key {shown(key)} of a sample input is not plain text"
-            yield from _sample_problems(item)
-    elif isinstance(value, list | tuple):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
         for item in value:
             yield from _sample_problems(item)
     elif isinstance(value, str) and path_problem(value):

@@ -237,12 +237,9 @@ def _symbol(text: str) -> _Problem:
 def _unprintable(value: object, depth: int) -> Iterator[str]:
     if depth > MAX_DEPTH:
         yield f"is nested more than {MAX_DEPTH} deep"
-    elif isinstance(value, dict):
-        for name, item in value.items():
-            yield from _unprintable(name, depth + 1)
-            yield from _unprintable(item, depth + 1)
-    elif isinstance(value, list):
-        for item in value:
+    elif isinstance(value, dict | list):
+        inside = [*value, *value.values()] if isinstance(value, dict) else value
+        for item in inside:
             yield from _unprintable(item, depth + 1)
     elif isinstance(value, str) and not value.isprintable():
         yield "holds control characters"
@@ -334,11 +331,12 @@ def _power(base: ast.expr, exponent: ast.expr) -> _Problem:
 
 
 def _is_power(node: ast.AST) -> bool:
-    if isinstance(node, ast.BinOp):
-        return isinstance(node.op, ast.Pow | ast.LShift)
-    return (
-        isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and (node.func.id in _POWERS)
-    )
+    match node:
+        case ast.BinOp(op=ast.Pow() | ast.LShift()):
+            return True
+        case ast.Call(func=ast.Name(id=name)):
+            return name in _POWERS
+    return False
 
 
 def _guard(node: ast.expr) -> _Problem:
@@ -367,13 +365,12 @@ def _guard(node: ast.expr) -> _Problem:
 
 
 def _is_pure(function: ast.expr) -> bool:
-    if isinstance(function, ast.Name):
-        return function.id in _GUARD_CALLS
-    return (
-        isinstance(function, ast.Attribute)
-        and isinstance(function.value, ast.Name)
-        and function.attr in _MODULE_CALLS.get(function.value.id, ())
-    )
+    match function:
+        case ast.Name(id=name):
+            return name in _GUARD_CALLS
+        case ast.Attribute(value=ast.Name(id=module), attr=name):
+            return name in _MODULE_CALLS.get(module, ())
+    return False
 
 
 def _constant_or_size(node: ast.expr) -> bool:
@@ -386,13 +383,10 @@ def _constant_or_size(node: ast.expr) -> bool:
 
 
 def _is_size(node: ast.Call) -> bool:
-    return (
-        isinstance(node.func, ast.Attribute)
-        and node.func.attr in _TENSOR_CALLS
-        and not node.keywords
-        and all(map(_is_index, node.args))
-        and _is_input(node.func.value)
-    )
+    match node:
+        case ast.Call(func=ast.Attribute(value=place, attr=name), args=args, keywords=[]):
+            return name in _TENSOR_CALLS and all(map(_is_index, args)) and _is_input(place)
+    return False
 
 
 def _is_input(node: ast.expr) -> bool:
@@ -408,11 +402,7 @@ def _is_index(node: ast.expr) -> bool:
 
 
 def _is_key(node: ast.expr) -> bool:
-    return (
-        isinstance(node, ast.Constant)
-        and isinstance(node.value, str)
-        and (path_problem(node.value) is None)
-    )
+    return _is_text(node) and path_problem(ast.literal_eval(node)) is None
 
 
 def _container(node: object, depth: int) -> _Problem:
@@ -455,7 +445,7 @@ def _keywords(tree: Mapping[str, Any]) -> _Problem:
     try:
         names = json.loads(context) or []
     except (ValueError, TypeError):
-        return f"holds the context {shown(context)}"
+        names = None
     if not isinstance(names, list):
         return f"holds the context {shown(context)}"
     wrong = [name for name in names if not (isinstance(name, str) and name.isidentifier())]

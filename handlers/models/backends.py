@@ -5,7 +5,8 @@ import json
 import logging
 import os
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,24 +21,26 @@ from modelyard.handlers.errors import InputMismatch, LoadError, UnsafeProgram
 from modelyard.handlers.judge.check import load_program
 from modelyard.handlers.judge.onnx_file import check_onnx
 from modelyard.handlers.limits import sizes_of_dims
-from modelyard.handlers.models.sharing import (
-    MIN_FILE_BYTES,
-    SHARED_ONNX,
-    Examples,
-    make_once,
-    map_weights,
-    release_freed_memory,
-    save_shared_onnx,
-)
+from modelyard.handlers.models import sharing
 
 _log = logging.getLogger(__name__)
 
 Output = Tensor | tuple[Tensor, ...]
 
 
+def as_tuple(tensors: Output) -> tuple[Tensor, ...]:
+    """Return what a model takes or gives as a tuple."""
+    return (tensors,) if isinstance(tensors, Tensor) else tensors
+
+
+def as_output(tensors: Sequence[Tensor]) -> Output:
+    """Return tensors as a model takes or gives them: one alone, several as a tuple."""
+    return tensors[0] if len(tensors) == 1 else tuple(tensors)
+
+
 def main_output(outputs: Output) -> Tensor:
     """Return the output that answers are made of, as `Signature.main` states it."""
-    tensors = (outputs,) if isinstance(outputs, Tensor) else outputs
+    tensors = as_tuple(outputs)
     return next((each for each in tensors if each.is_floating_point()), tensors[0])
 
 
@@ -119,10 +122,7 @@ class Artifact:
         if not self.accepts(tensors):
             raise InputMismatch(self._mismatch(tensors))
         output = self._run(*tensors)
-        if isinstance(output, Tensor):
-            return output
-        outputs = tuple(_tensors(output))
-        return outputs[0] if len(outputs) == 1 else outputs
+        return output if isinstance(output, Tensor) else as_output(tuple(_tensors(output)))
 
     def _mismatch(self, tensors: Sequence[Tensor]) -> str:
         takes = ", ".join(map(str, self.inputs))
@@ -169,11 +169,22 @@ def set_precision(device: torch.device, tf32: bool = False) -> contextlib.ExitSt
     return restored
 
 
+@dataclass(frozen=True)
+class Opening:
+    """How an artifact is loaded: `open_artifact` says what each means."""
+
+    device: torch.device
+    share: bool | sharing.Examples = False
+    on_tensorrt: bool = False
+    trusted: Collection[str] = ()
+    tf32: bool = False
+
+
 def open_artifact(
     path: Path,
     format: str,
     device: str | torch.device = "cpu",
-    share: bool | Examples = False,
+    share: bool | sharing.Examples = False,
     on_tensorrt: bool = False,
     trusted: Collection[str] = (),
     tf32: bool = False,
@@ -189,6 +200,7 @@ def open_artifact(
             may be written. Instead of True, what returns inputs to try shared weights with where
             that needs proof; else they are made up.
         on_tensorrt: let ONNX Runtime's TensorRT provider run it, on a CUDA device.
+        trusted: what a program calls beside the operators of the list.
         tf32: what the artifact was proven with, as `set_precision` takes it.
 
     Raises:
@@ -211,17 +223,12 @@ def open_artifact(
         raise LoadError(
             f"onnx.tensorrt in model-config.yaml: {path.name} holds {format}; expected onnx"
         )
-    load = FORMATS[format]
     set_precision(place, tf32)
     if format == "onnx":
-        load = partial(open_onnx, on_tensorrt=on_tensorrt, tf32=tf32)
         _check_provider(path, place)
-    if trusted and format == "pt2":
-        load = partial(open_pt2, trusted=trusted)
+    how = Opening(place, share if place.type == "cpu" else False, on_tensorrt, trusted, tf32)
     try:
-        artifact = load(path, place, share if place.type == "cpu" else False)
-        artifact.file, artifact.path = path.name, path
-        return artifact
+        artifact = FORMATS[format](path, how)
     except LoadError:
         raise
     # The loaders raise whatever their parsers raise on a damaged file (KeyError, RuntimeError,
@@ -232,6 +239,8 @@ def open_artifact(
             f"{path.name} is damaged or from another version: {type(error).__name__}: {reason[0]}; "
             f"export it again with the torch that serves it ({torch.__version__})"
         ) from error
+    artifact.file, artifact.path = path.name, path
+    return artifact
 
 
 def detect_format(path: Path) -> str:
@@ -262,18 +271,16 @@ def detect_format(path: Path) -> str:
     )
 
 
-def open_pt2(
-    path: Path,
-    device: torch.device,
-    share: bool | Examples = False,
-    trusted: Collection[str] = (),
-) -> Artifact:
+def open_pt2(path: Path, how: Opening) -> Artifact:
     """Load an exported program; gradients flow through it exactly as through the checkpoint.
 
     Raises:
         UnsafeProgram: the file holds more than a program.
     """
-    program = load_on(path, device, share, trusted)
+    program = load_program(path, how.trusted, how.device)
+    if how.share:
+        values = [*program.state_dict.values(), *program.constants.values()]
+        sharing.map_weights([value for value in values if isinstance(value, Tensor)], path)
     inputs = _program_inputs(program)
     own_check_is_enough = _has_free_dims_only(program) and not program._guards_code
     module = program.module(check_guards=not own_check_is_enough)
@@ -281,82 +288,47 @@ def open_pt2(
     # The program's own check of its inputs is a hook, which forward() leaves out; on a small model
     # it costs as much as the model. An export of ours has no guards left: it tried what they ask.
     run = module.forward if own_check_is_enough else _guarded(module)
-    return Artifact("pt2", run, inputs, device, module)
+    return Artifact("pt2", run, inputs, how.device, module)
 
 
-def load_on(
-    path: Path,
-    device: torch.device,
-    share: bool | Examples = False,
-    trusted: Collection[str] = (),
-) -> torch.export.ExportedProgram:
-    """Load an exported program, with its weights on `device`; errors as `open_pt2`."""
-    program = load_program(path, trusted, device)
-    if share:
-        values = [*program.state_dict.values(), *program.constants.values()]
-        map_weights([value for value in values if isinstance(value, Tensor)], path)
-    return program
-
-
-def open_torchscript(path: Path, device: torch.device, share: bool | Examples = False) -> Artifact:
+def open_torchscript(path: Path, how: Opening) -> Artifact:
     """Load a scripted or traced module; the file states its inputs' names, not their shapes."""
     with warnings.catch_warnings():
         # A DeprecationWarning, and a FutureWarning from torch 2.14 on.
         warnings.filterwarnings("ignore", r"`torch\.jit\.load` is")
-        module = torch.jit.load(os.fspath(path), map_location=device)  # type: ignore[no-untyped-call]
-    if share:
-        map_weights([*module.parameters(), *module.buffers()], path)
+        module = torch.jit.load(os.fspath(path), map_location=how.device)  # type: ignore[no-untyped-call]
+    if how.share:
+        sharing.map_weights([*module.parameters(), *module.buffers()], path)
     module.eval()
     _freeze(module)
     arguments = module.forward.schema.arguments[1:]  # the first is the module itself
-    inputs = [
-        TensorSpec(argument.name) for argument in arguments if not argument.has_default_value()
-    ]
-    return Artifact("torchscript", module, inputs, device, module)
+    inputs = [TensorSpec(each.name) for each in arguments if not each.has_default_value()]
+    return Artifact("torchscript", module, inputs, how.device, module)
 
 
-def open_onnx(
-    path: Path,
-    device: torch.device,
-    share: bool | Examples = False,
-    on_tensorrt: bool = False,
-    tf32: bool = False,
-) -> Artifact:
+def open_onnx(path: Path, how: Opening) -> Artifact:
     """Load an ONNX model into onnxruntime; tensors pass through numpy without a copy on the CPU."""
-    session = open_session(path, device, share, on_tensorrt, tf32=tf32)
+    session = open_session(path, how)
     inputs = [_onnx_input(node.name, node.type, node.shape) for node in session.get_inputs()]
     input_names = [spec.name for spec in inputs]
     output_names = [node.name for node in session.get_outputs()]
 
     def run(*tensors: Tensor) -> Output:
-        feed = {
-            name: tensor.detach().numpy() for name, tensor in zip(input_names, tensors, strict=True)
-        }
-        outputs = session.run(output_names, feed)
-        if len(outputs) == 1:
-            return torch.from_numpy(outputs[0])
-        return tuple(map(torch.from_numpy, outputs))
+        arrays = [tensor.detach().numpy() for tensor in tensors]
+        outputs = session.run(output_names, dict(zip(input_names, arrays, strict=True)))
+        return as_output(tuple(map(torch.from_numpy, outputs)))
 
     # onnxruntime takes its inputs from the host and copies to its own device itself.
     return Artifact("onnx", run, inputs, torch.device("cpu"))
 
 
-def open_session(
-    path: Path,
-    device: torch.device,
-    share: bool | Examples = False,
-    on_tensorrt: bool = False,
-    is_optimized: bool = True,
-    tf32: bool = False,
-) -> Any:
-    """Return onnxruntime's session of an ONNX model, which computes on `device` if it can.
+def open_session(path: Path, how: Opening, is_optimized: bool = True) -> Any:
+    """Return onnxruntime's session of an ONNX model, which computes on its device if it can.
 
     Args:
-        share: share as `open_artifact`'s; what is opened then is a copy, optimised for this machine
-            and tried, of which onnxruntime maps the weights.
-        on_tensorrt: as `open_artifact`'s.
+        how: where `share` is set, what is opened is a copy, optimised for this machine and tried,
+            of which onnxruntime maps the weights.
         is_optimized: False runs the operators of the file as they stand.
-        tf32: as `open_artifact`'s.
 
     Raises:
         UnsafeProgram: it names other files, or is not what it says.
@@ -375,20 +347,19 @@ def open_session(
         return onnxruntime.InferenceSession(os.fspath(file), options, providers=providers)
 
     available = onnxruntime.get_available_providers()
-    providers = _onnx_providers(available, device, tf32)
-    if on_tensorrt:
-        providers = [_tensorrt_provider(available, device), *providers]
-
-    if share and providers == _ONNX_CPU and path.stat().st_size >= MIN_FILE_BYTES:
-        examples = share if callable(share) else None
-        folder = make_once(path, partial(save_shared_onnx, path, examples))
+    providers = _onnx_providers(available, how.device, how.tf32)
+    if how.on_tensorrt:
+        providers = [_tensorrt_provider(available, how.device), *providers]
+    if how.share and providers == _ONNX_CPU and path.stat().st_size >= sharing.MIN_FILE_BYTES:
+        examples = how.share if callable(how.share) else None
+        folder = sharing.make_once(path, partial(sharing.save_shared_onnx, path, examples))
         if folder is not None:
             # It is optimised: a second time might change the order of sums.
-            return start(folder / SHARED_ONNX, False)
+            return start(folder / sharing.SHARED_ONNX, False)
     return start(path, is_optimized)
 
 
-def open_aoti(path: Path, device: torch.device, share: bool | Examples = False) -> Artifact:
+def open_aoti(path: Path, how: Opening) -> Artifact:
     """Load an AOTInductor package: native code, which runs in this process as it is.
 
     Raises:
@@ -402,10 +373,10 @@ def open_aoti(path: Path, device: torch.device, share: bool | Examples = False) 
             f"{path.name} does not state its inputs, and native code checks none; "
             "expected a package from modelyard export --format aoti"
         )
+    device, folder = how.device, None
     _check_native(path, stated["torch"], metadata, device)
-    folder = None
-    if share and path.stat().st_size >= MIN_FILE_BYTES:
-        folder = make_once(path, partial(_unpack_native, path))
+    if how.share and path.stat().st_size >= sharing.MIN_FILE_BYTES:
+        folder = sharing.make_once(path, partial(_unpack_native, path))
     # On CUDA one stream runs the code's calls in turn; the code's own locks would make the process
     # wait for the device in each.
     is_cuda = device.type == "cuda"
@@ -415,14 +386,10 @@ def open_aoti(path: Path, device: torch.device, share: bool | Examples = False) 
         else _SharedNative(folder)
     )
     # Without the proven ranges: explaining runs larger batches.
-    inputs = [
-        TensorSpec(
-            spec["name"],
-            spec["dtype"],
-            tuple(size if isinstance(size, int) else Dim(size) for size in spec["shape"]),
-        )
-        for spec in stated["inputs"]
-    ]
+    inputs = []
+    for spec in stated["inputs"]:
+        shape = (size if isinstance(size, int) else Dim(size) for size in spec["shape"])
+        inputs.append(TensorSpec(spec["name"], spec["dtype"], tuple(shape)))
 
     def run(*tensors: Tensor) -> Any:
         # Native code reads past the end of inputs that differ in a dim which they share.
@@ -438,26 +405,17 @@ class _SharedNative:
     """Native code of a package that lies unpacked in a folder, computing with mapped weights."""
 
     def __init__(self, folder: Path) -> None:
-        self._runner = _open_native(folder)
-        names = {
-            original: name
-            for name, original in self._runner.get_constant_names_to_original_fqns().items()
-        }
+        runner = _open_native(folder)
+        fqns = runner.get_constant_names_to_original_fqns()
+        names = {original: name for name, original in fqns.items()}
+        stored = torch.load(folder / _AOTI_WEIGHTS, mmap=True, weights_only=True)
         # The code uses them where they are, and does not keep them alive.
-        self._weights = {
-            names[original]: weight
-            for original, weight in torch.load(
-                folder / _AOTI_WEIGHTS, mmap=True, weights_only=True
-            ).items()
-        }
-        self._runner.update_constant_buffer(self._weights, True, True, True)
-        self._runner.swap_constant_buffer()
-        self._runner.free_inactive_constant_buffer()  # the copies that the code began with
-        release_freed_memory()
-
-    def run(self, tensors: list[Tensor]) -> list[Tensor]:
-        outputs: list[Tensor] = self._runner.run(tensors)
-        return outputs
+        self._weights = {names[original]: weight for original, weight in stored.items()}
+        runner.update_constant_buffer(self._weights, True, True, True)
+        runner.swap_constant_buffer()
+        runner.free_inactive_constant_buffer()  # the copies that the code began with
+        sharing.release_freed_memory()
+        self.run: Callable[[list[Tensor]], list[Tensor]] = runner.run
 
 
 def _unpack_native(path: Path, folder: Path) -> None:
@@ -480,7 +438,7 @@ def _open_native(folder: Path) -> Any:
     return torch._C._aoti.AOTIModelContainerRunnerCpu(os.fspath(library), 1)
 
 
-FORMATS: Mapping[str, Callable[[Path, torch.device, bool | Examples], Artifact]] = {
+FORMATS: Mapping[str, Callable[[Path, Opening], Artifact]] = {
     "pt2": open_pt2,
     "onnx": open_onnx,
     "torchscript": open_torchscript,
@@ -544,14 +502,11 @@ def _guarded(module: nn.Module) -> Callable[..., Any]:
 
 def _has_free_dims_only(program: torch.export.ExportedProgram) -> bool:
     """Return whether `TensorSpec` states all that the program asks: no size depends on another."""
+    values = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"]
     sizes: list[Any] = [
-        size
-        for node in program.graph.nodes
-        if node.op == "placeholder" and isinstance(node.meta["val"], Tensor)
-        for size in node.meta["val"].shape
-        if not isinstance(size, int)
+        size for value in values if isinstance(value, Tensor) for size in value.shape
     ]
-    symbols = [size.node.expr for size in sizes]
+    symbols = [size.node.expr for size in sizes if not isinstance(size, int)]
     return len(set(symbols)) == len(symbols) and all(symbol.is_Symbol for symbol in symbols)
 
 
@@ -654,11 +609,11 @@ def is_onnx(head: bytes) -> bool:
     return len(head) > 2 and head[0] == 0x08 and 3 <= head[1] < 0x80 and head[2] & 7 in (0, 2)
 
 
-def _tensors(output: Any) -> list[Tensor]:
+def _tensors(output: Any) -> Iterator[Tensor]:
     if isinstance(output, Tensor):
-        return [output]
-    if isinstance(output, Mapping):
-        return [tensor for value in output.values() for tensor in _tensors(value)]
-    if isinstance(output, tuple | list):
-        return [tensor for value in output for tensor in _tensors(value)]
-    raise TypeError(f"the model gave a {type(output).__name__}; expected tensors")
+        yield output
+    elif isinstance(output, Mapping | tuple | list):
+        for value in output.values() if isinstance(output, Mapping) else output:
+            yield from _tensors(value)
+    else:
+        raise TypeError(f"the model gave a {type(output).__name__}; expected tensors")

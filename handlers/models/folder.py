@@ -10,12 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from modelyard.archiver.handler_files import (
-    CONFIG_FILE,
-    LABELS_FILE,
-    MAX_JSON_BYTES,
-    PROCESSOR_FILES,
-)
+from modelyard.archiver import handler_files
 from modelyard.archiver.labels import parse_labels
 from modelyard.archiver.reference import Reference, parse_reference
 from modelyard.archiver.untrusted.json import parse_json
@@ -35,7 +30,7 @@ def read_json_file(path: Path) -> Any:
     if not path.is_file():
         return None
     try:
-        return parse_json(path.read_bytes(), MAX_JSON_BYTES)
+        return parse_json(path.read_bytes(), handler_files.MAX_JSON_BYTES)
     except ValueError as error:
         raise LoadError(f"{path.name} is not JSON: {error}") from error
 
@@ -57,13 +52,13 @@ def read_reference(folder: Path) -> Reference | None:
 
 def read_config(folder: Path) -> Mapping[str, Any]:
     """Return `config.json`; empty where the archive has none, or one of something else."""
-    content = read_json_file(folder / CONFIG_FILE)
+    content = read_json_file(folder / handler_files.CONFIG_FILE)
     return content if isinstance(content, dict) else {}
 
 
 def read_processor(folder: Path) -> tuple[str, Mapping[str, Any]] | None:
     """Return the name and content of the file that says how inputs are made; None without one."""
-    for name in PROCESSOR_FILES:
+    for name in handler_files.PROCESSOR_FILES:
         content = read_json_file(folder / name)
         if isinstance(content, dict):
             parts = (
@@ -78,7 +73,7 @@ def load_label_mapping(folder: Path) -> dict[str, str] | None:
 
     They are in `index_to_name.json`; without it they are `id2label` of `config.json`.
     """
-    file = folder / LABELS_FILE
+    file = folder / handler_files.LABELS_FILE
     if file.is_file():
         try:
             return parse_labels(file.read_bytes())
@@ -89,7 +84,7 @@ def load_label_mapping(folder: Path) -> dict[str, str] | None:
         return None
     if not isinstance(content, dict):
         raise LoadError(
-            f"{CONFIG_FILE} holds a {type(content).__name__} of labels; expected an object like "
-            '{"0": "cat"}'
+            f"{handler_files.CONFIG_FILE} holds a {type(content).__name__} of labels; expected an "
+            'object like {"0": "cat"}'
         )
     return {str(key): str(label) for key, label in content.items()}

@@ -15,7 +15,7 @@ from modelyard.archiver.model_config import BATCH_INVARIANT as KEY
 from modelyard.archiver.report import Report
 from modelyard.archiver.signature import Dim, Signature, TensorSpec
 from modelyard.handlers.errors import LoadError
-from modelyard.handlers.models.backends import Artifact, Output
+from modelyard.handlers.models.backends import Artifact, Output, as_output, as_tuple
 from modelyard.handlers.proof.probes import Probe, example_sizes, make_inputs
 
 OWN_ROWS = 8
@@ -180,8 +180,7 @@ class Invariant(Artifact):
         self.sizes[tuple(tensor.shape[1:] for tensor in own)] = found
 
     def _run_whole(self, inputs: Tensors) -> Sequence[Tensor]:
-        outputs = self._artifact(*(tensor.to(self.device) for tensor in inputs))
-        return (outputs,) if isinstance(outputs, Tensor) else outputs
+        return as_tuple(self._artifact(*(tensor.to(self.device) for tensor in inputs)))
 
     def _in_parts(self, *tensors: Tensor) -> Output:
         """Run rows in batches of the next size, filled up with copies of one of them."""
@@ -197,7 +196,5 @@ class Invariant(Artifact):
             for whole, rows in zip(filled, own, strict=True):
                 whole[:count], whole[count:] = rows, rows[:1]
             parts.append([output[:count] for output in self._run_whole(filled)])
-        outputs = [
-            each[0] if len(each) == 1 else torch.cat(each) for each in zip(*parts, strict=True)
-        ]
-        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+        columns = zip(*parts, strict=True)
+        return as_output([each[0] if len(each) == 1 else torch.cat(each) for each in columns])

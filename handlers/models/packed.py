@@ -16,13 +16,8 @@ from modelyard.archiver.report import Report, parse_report
 from modelyard.archiver.signature import Signature, parse_signature
 from modelyard.base.nearest import did_you_mean
 from modelyard.handlers.errors import LoadError
-from modelyard.handlers.models.backends import (
-    Artifact,
-    detect_format,
-    dtype_name,
-    open_artifact,
-    torch_dtype,
-)
+from modelyard.handlers.models import backends
+from modelyard.handlers.models.backends import Artifact
 from modelyard.handlers.proof.agree import Rule, compare, disagreement, joint_rules, rule_for
 from modelyard.handlers.proof.agree import run as run_in_full
 from modelyard.handlers.proof.probes import Probe, example_sizes, make_case
@@ -43,12 +38,8 @@ def compile_options(config: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     stated = section.get("compile") if isinstance(section, dict) else None
     near = _near(section, ("compile",)) or _near(stated, ("enable", *_OPTIONS))
-    if (
-        near
-        or not isinstance(stated, dict)
-        or not isinstance(stated.get("enable"), bool)
-        or set(section) != {"compile"}
-    ):
+    is_form = isinstance(stated, dict) and isinstance(stated.get("enable"), bool)
+    if stated is None or near or not is_form or set(section) != {"compile"}:
         raise LoadError(f"pt2 in model-config.yaml is {section!r}; expected as in {_FORM}{near}")
     options = {name: value for name, value in stated.items() if name != "enable"}
     for name, value in options.items():
@@ -135,7 +126,7 @@ def _measure(
     with torch.inference_mode():  # as requests will be answered: another mode compiles again
         pairs = zip(run_in_full(artifact, inputs), run_in_full(compiled, inputs), strict=True)
     for place, (expected, found) in enumerate(pairs):
-        rule = rules[place] if rules else rule_for(dtype_name(expected.dtype))
+        rule = rules[place] if rules else rule_for(backends.dtype_name(expected.dtype))
         case = compare(expected, found, rule.tolerance, rule.scale)
         if text := disagreement(str(place), rule, [case], [f"inputs {sizes}"]):
             return text
@@ -252,25 +243,16 @@ def _read_report(folder: Path, name: str | None) -> Report | None:
 
 
 def _open(
-    folder: Path,
-    file: str,
-    report: Report | None,
-    device: torch.device,
-    on_tensorrt: bool = False,
+    folder: Path, file: str, report: Report | None, device: torch.device, on_tensorrt: bool = False
 ) -> Artifact:
     path = folder / file
     if not path.is_file():
         raise LoadError(f"the manifest names {file}, which the archive does not hold")
-    format = report.format if report else detect_format(path)
-    share = partial(_examples, report) if report else True
-    return open_artifact(
-        path,
-        format,
-        device,
-        share=share,
-        on_tensorrt=on_tensorrt,
-        trusted=report.trusted_operators if report else (),
-        tf32=report is not None and report.tf32,
+    if report is None:
+        return backends.open_artifact(path, backends.detect_format(path), device, True, on_tensorrt)
+    share, trusted = partial(_examples, report), report.trusted_operators
+    return backends.open_artifact(
+        path, report.format, device, share, on_tensorrt, trusted, report.tf32
     )
 
 
@@ -292,5 +274,5 @@ def _read_signature(stated: Mapping[str, Any] | None, artifact: Artifact) -> Sig
             f"the manifest's signature cannot be read: {error}; build the archive again"
         ) from error
     for spec in signature.inputs:
-        torch_dtype(spec.dtype)  # of a name that torch knows
+        backends.torch_dtype(spec.dtype)  # of a name that torch knows
     return signature

@@ -1,6 +1,6 @@
 """One row of a batch: numbers → a row of the model's input; logits → labels."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -121,9 +121,8 @@ def read_output_kind(section: Mapping[str, Any]) -> str | None:
         LoadError: it is unknown, or `function` says something else.
     """
     kind, function = section.get("output_kind"), section.get("function")
-    if kind not in (None, *OUTPUT_KINDS):
-        known = ", ".join(OUTPUT_KINDS)
-        raise LoadError(f"handler.output_kind is {kind!r}; expected one of {known}")
+    if kind is not None:
+        read_one_of("handler.output_kind", kind, OUTPUT_KINDS)
     if kind and function and kind not in KINDS.get(function, ()):
         raise LoadError(
             f"handler.output_kind is {kind!r} and handler.function {function!r}; expected one of "
@@ -172,6 +171,17 @@ def wrong_kind(kind: str, is_stated: bool, outputs: Tensor) -> str | None:
 
 SUM_SLACK = 1e-3
 """How far probabilities may be from adding up to 1: float16's rounding."""
+
+
+def read_one_of(name: str, value: Any, known: Iterable[str]) -> str:
+    """Read one of a few texts of model-config.yaml.
+
+    Raises:
+        LoadError: it is something else.
+    """
+    if value not in (texts := tuple(known)):
+        raise LoadError(f"{name} is {value!r}; expected one of {', '.join(texts)}")
+    return str(value)
 
 
 def read_whole(name: str, value: Any, low: int = 1) -> int:
@@ -261,9 +271,8 @@ class TopLabels:
         problem = config.get("problem_type")
         by_problem = PROBLEMS.get(problem) if isinstance(problem, str) else None
         function = section.get("function")
-        if function not in (None, *FUNCTIONS):
-            known = ", ".join(FUNCTIONS)
-            raise LoadError(f"handler.function is {function!r}; expected one of {known}")
+        if function is not None:
+            read_one_of("handler.function", function, FUNCTIONS)
         by_function = KINDS[function][0] if function else found
         self.kind = read_output_kind(section) or by_function or KINDS[by_problem or "softmax"][0]
         self._label = label

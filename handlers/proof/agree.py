@@ -31,7 +31,7 @@ from torch import Tensor
 
 from modelyard.archiver.report import TOLERANCES, Parity, joint_tolerance
 from modelyard.base.scale import ROUNDING, Numbers, Scale, ScaleLearner, one_place, over
-from modelyard.handlers.models.backends import Artifact
+from modelyard.handlers.models.backends import Artifact, as_tuple
 from modelyard.handlers.proof.probes import USUAL_KINDS, Probe
 
 MIN_TOP1_AGREEMENT = 0.99
@@ -128,11 +128,9 @@ class Rule:
         if not all(ill):
             measured = [found for found, is_ill in zip(measured, ill, strict=True) if not is_ill]
         rows = sum(case["rows"] for case in measured)
+        names = ("max_abs", "max_rel", "scaled", "error")
         return Difference(
-            max_abs=max(case["max_abs"] for case in measured),
-            max_rel=max(case["max_rel"] for case in measured),
-            scaled=max(case["scaled"] for case in measured),
-            error=max(case["error"] for case in measured),
+            **{name: max(case[name] for case in measured) for name in names},
             top1_agreement=sum(case["same"] for case in measured) / rows if rows else None,
             top1_margin=max(case["margin"] for case in measured) if rows else None,
             tolerance=self.tolerance,
@@ -367,14 +365,9 @@ def _top1(expected: Tensor, found: Tensor, scale: Scale | None, tolerance: float
     ties, margin = 0, 0.0
     for part in torch.split(moved, max(1, _PIECE // wanted.shape[1])) if len(moved) else ():
         at = torch.stack([first[part], other[part]], 1)
-        places = (
-            np.take_along_axis(
-                np.broadcast_to(each, expected.shape).reshape(wanted.shape)[part.numpy()],
-                at.numpy(),
-                1,
-            )
-            for each in (scale.centre, scale.spread)
-        )
+        both = (np.broadcast_to(each, expected.shape) for each in (scale.centre, scale.spread))
+        rows = (each.reshape(wanted.shape)[part.numpy()] for each in both)
+        places = (np.take_along_axis(each, at.numpy(), 1) for each in rows)
         values = _numbers(wanted[part].gather(1, at))
         leads = np.nan_to_num(values[:, 0] - values[:, 1], nan=0.0)
         units = Scale(*places).units(values)
@@ -439,5 +432,4 @@ def run(artifact: Artifact, inputs: Sequence[Tensor]) -> list[Tensor]:
     """Return an artifact's outputs on the CPU."""
     with torch.no_grad():
         output = artifact(*(value.to(artifact.device) for value in inputs))
-    outputs = (output,) if isinstance(output, Tensor) else output
-    return [value.detach().cpu() for value in outputs]
+    return [value.detach().cpu() for value in as_tuple(output)]

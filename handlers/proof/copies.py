@@ -33,6 +33,28 @@ def repeated_probes(report: Report) -> tuple[Probe, ...]:
     raise LoadError("the report names no ordinary inputs to compare on")
 
 
+def learn(
+    one: Parity, other: Parity, cases: Sequence[Probe], outputs: Iterable[Sequence[Tensor]]
+) -> tuple[dict[str, agree.Rule], agree.OutputScales]:
+    """Return the rule of each output of two runs, and what its numbers are measured by.
+
+    Args:
+        one: what the report of the first says.
+        other: the same of the second, which the first is compared with.
+        cases: what both were given.
+        outputs: outputs of the second, case by case.
+    """
+    rules = {
+        name: agree.within_reason(rule, cases)
+        for name, rule in agree.joint_rules(one, other).items()
+    }
+    # Learnt anew: a report that somebody altered may state any scale.
+    scales = agree.OutputScales()
+    for case, each in zip(cases, outputs, strict=True):
+        scales.see(case.kind, each)
+    return rules, scales
+
+
 def judge(
     one: Parity,
     other: Parity,
@@ -43,20 +65,11 @@ def judge(
     """Return the rule of each output, and what `agree.compare` says of it in each case.
 
     Args:
-        one: what the report of the first says.
-        other: the same of the second, which `found` is compared with.
-        cases: what both were given.
+        one, other, cases: as `learn` takes them.
         found: outputs of the first, case by case.
         wanted: yields those of the second; called twice.
     """
-    rules = {
-        name: agree.within_reason(rule, cases)
-        for name, rule in agree.joint_rules(one, other).items()
-    }
-    # Learnt anew: a report that somebody altered may state any scale.
-    scales = agree.OutputScales()
-    for case, outputs in zip(cases, wanted(), strict=True):
-        scales.see(case.kind, outputs)
+    rules, scales = learn(one, other, cases, wanted())
     measured: dict[str, list[dict[str, Any]]] = {name: [] for name in rules}
     for case, expected, actual in zip(cases, wanted(), found, strict=True):
         of_all = zip(rules.items(), expected, actual, scales.of(case.kind), strict=True)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from modelyard.archiver.signature import Signature
 from modelyard.handlers.base import Classifier, Inputs
-from modelyard.handlers.models.backends import Output, main_output
+from modelyard.handlers.models.backends import Output, as_output, as_tuple, main_output
 from modelyard.handlers.proof.bounds import LEAST_ROWS, Bounds
 from modelyard.handlers.proof.probes import Probe, make_inputs
 
@@ -53,11 +53,10 @@ def doubt(handler: Classifier, seen: Sequence[Inputs]) -> str | None:
 
 def _variants(seen: Sequence[Inputs]) -> Iterator[Inputs]:
     for inputs in seen:
-        tensors = (inputs,) if isinstance(inputs, Tensor) else inputs
-        has_floats = any(tensor.is_floating_point() for tensor in tensors)
+        tensors = as_tuple(inputs)
+        has_floats = any(map(Tensor.is_floating_point, tensors))
         for scale in _SCALES if has_floats else _SCALES[:1]:
-            changed = tuple(t * scale if t.is_floating_point() else t for t in tensors)
-            yield changed[0] if len(changed) == 1 else changed
+            yield as_output([t * scale if t.is_floating_point() else t for t in tensors])
 
 
 def _made_up(handler: Classifier) -> Iterator[Inputs]:
@@ -68,5 +67,4 @@ def _made_up(handler: Classifier) -> Iterator[Inputs]:
     sizes = {name: dim.at_least(2) for name, dim in signature.dims.items()}
     for seed in range(LEAST_ROWS):
         for kind in ("random", "large", "negative"):
-            tensors = make_inputs(signature, Probe(kind, sizes), seed=seed)
-            yield tensors[0] if len(tensors) == 1 else tensors
+            yield as_output(make_inputs(signature, Probe(kind, sizes), seed=seed))

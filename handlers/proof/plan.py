@@ -50,15 +50,11 @@ class Growth:
 def fit_growth(amounts: Sequence[float], signature: Signature) -> Growth:
     """Return the growth through what was measured at each of `end_sizes`, in order."""
     smallest, *largest = (max(amount, 1e-12) for amount in amounts)
-    return Growth(
-        smallest,
-        {
-            name: max(
-                0.0, math.log(amount / smallest) / math.log(dim.max / _floor(signature, name))
-            )
-            for (name, dim), amount in zip(_growing(signature), largest, strict=True)
-        },
-    )
+    powers = {}
+    for (name, dim), amount in zip(_growing(signature), largest, strict=True):
+        power = math.log(amount / smallest) / math.log(dim.max / _floor(signature, name))
+        powers[name] = max(0.0, power)
+    return Growth(smallest, powers)
 
 
 def end_sizes(signature: Signature) -> Iterator[dict[str, int]]:

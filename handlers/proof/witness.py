@@ -16,8 +16,7 @@ from torch import Tensor
 
 from modelyard.archiver.report import Report
 from modelyard.base.scale import Numbers, Scale, one_place
-from modelyard.handlers.explain.explainer import as_tuple
-from modelyard.handlers.models.backends import Output, torch_dtype, type_name
+from modelyard.handlers.models.backends import Output, as_tuple, dtype_name, torch_dtype, type_name
 from modelyard.handlers.proof.agree import Rule, compare, joint_rules, rule_for
 
 MOST_VALUES = 1 << 14
@@ -114,7 +113,7 @@ def _rules(report: Report | None, outputs: Sequence[Tensor]) -> list[Rule]:
     rules = list(joint_rules(parity, parity).values()) if parity else []
     if len(rules) == len(outputs):
         return rules
-    return [rule_for(str(each.dtype).removeprefix("torch.")) for each in outputs]
+    return [rule_for(dtype_name(each.dtype)) for each in outputs]
 
 
 def _scale(rule: Rule, numbers: Numbers) -> Scale:
@@ -155,13 +154,8 @@ def _apart(what: str, stated: Mapping[str, Any], tensor: Tensor, rule: Rule) -> 
     expected = torch.frombuffer(data, dtype=kind)
     scale = rule.scale
     if scale is not None and scale.fits(tuple(tensor.shape)):
-        step = -(-tensor.numel() // MOST_VALUES)
-        scale = Scale(
-            *(
-                np.broadcast_to(each, tensor.shape).reshape(-1)[::step]
-                for each in (scale.centre, scale.spread)
-            )
-        )
+        both = (np.broadcast_to(each, tensor.shape) for each in (scale.centre, scale.spread))
+        scale = Scale(*(each.reshape(-1)[:: -(-tensor.numel() // MOST_VALUES)] for each in both))
     measured = rule.merge([compare(expected, found, rule.tolerance, scale)])
     if rule.agrees(measured):
         return None

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
+from modelyard.archiver.untrusted.json import is_number
 from modelyard.handlers.body import why_not_json
 from modelyard.handlers.errors import BadInput, LoadError
 from modelyard.handlers.models.folder import read_processor
-from modelyard.handlers.models.rows import read_flag, read_section
+from modelyard.handlers.models.rows import read_flag, read_one_of, read_section
 
 MAX_PIXELS = 89_478_485
 """Largest image decoded: Pillow's own limit, a quarter of a gigabyte as 24 bits a pixel."""
@@ -24,12 +25,8 @@ IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 CHANNELS = {"L": 1, "RGB": 3}
 
 RESAMPLINGS = {
-    "nearest": Image.Resampling.NEAREST,
-    "lanczos": Image.Resampling.LANCZOS,
-    "bilinear": Image.Resampling.BILINEAR,
-    "bicubic": Image.Resampling.BICUBIC,
-    "box": Image.Resampling.BOX,
-    "hamming": Image.Resampling.HAMMING,
+    name: Image.Resampling[name.upper()]
+    for name in ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
 }
 """Resampling filters, in the order of their numbers in Hugging Face's files."""
 
@@ -107,9 +104,7 @@ def read_settings(section: Any) -> ImageSettings:
         return DEFAULT_SETTINGS
     known = ("mode", "resize", "longest", "crop", "size", "resample", "mean", "std", "upright")
     section = read_section({"image": section}, "image", known)
-    mode = section.get("mode", "RGB")
-    if mode not in CHANNELS:
-        raise LoadError(f"handler.image.mode is {mode!r}; expected one of {', '.join(CHANNELS)}")
+    mode = read_one_of("handler.image.mode", section.get("mode", "RGB"), CHANNELS)
     resize = section.get("resize")
     if resize is not None and not _is_size(resize):
         raise LoadError(f"handler.image.resize is {resize!r}; expected the shorter side in pixels")
@@ -124,10 +119,8 @@ def read_settings(section: Any) -> ImageSettings:
             f"handler.image.longest is {longest!r}; expected the longer side in pixels, with a "
             "shorter one as resize"
         )
-    resample = section.get("resample", "bilinear")
-    if resample not in RESAMPLINGS:
-        known_ones = ", ".join(RESAMPLINGS)
-        raise LoadError(f"handler.image.resample is {resample!r}; expected one of {known_ones}")
+    filters = section.get("resample", "bilinear")
+    resample = read_one_of("handler.image.resample", filters, RESAMPLINGS)
     mean, std = _read_colours(section, "mean", mode), _read_colours(section, "std", mode)
     if 0.0 in std:
         raise LoadError(f"handler.image.std is {list(std)}; expected no zero, it divides")
@@ -381,9 +374,9 @@ def _read_pair(section: Mapping[str, Any], key: str) -> tuple[int, int] | None:
     value = section.get(key)
     if value is None:
         return None
-    if isinstance(value, list) and len(value) == 2 and all(map(_is_size, value)):
-        return value[0], value[1]
-    raise LoadError(f"handler.image.{key} is {value!r}; expected [height, width] in pixels")
+    if not isinstance(value, list) or len(value) != 2 or not all(map(_is_size, value)):
+        raise LoadError(f"handler.image.{key} is {value!r}; expected [height, width] in pixels")
+    return value[0], value[1]
 
 
 def _read_colours(section: Mapping[str, Any], key: str, mode: str) -> tuple[float, ...]:
@@ -391,10 +384,7 @@ def _read_colours(section: Mapping[str, Any], key: str, mode: str) -> tuple[floa
     if value is None:
         return ()
     count = CHANNELS[mode]
-    if (
-        isinstance(value, list)
-        and len(value) == count
-        and all(isinstance(v, int | float) and not isinstance(v, bool) for v in value)
-    ):
-        return tuple(float(v) for v in value)
-    raise LoadError(f"handler.image.{key} is {value!r}; mode {mode} expects {count} numbers")
+    are_numbers = isinstance(value, list) and all(map(is_number, value))
+    if not are_numbers or len(value) != count:
+        raise LoadError(f"handler.image.{key} is {value!r}; mode {mode} expects {count} numbers")
+    return tuple(map(float, value))

@@ -230,16 +230,12 @@ class TabularHandler(Lists, Classifier):
         """Return what the model's zeros are, by the means that `features.json` says."""
         if name not in ("mean", "zero"):
             return None
-        kinds = {
-            "no category": [each for each in self.features if each.one_hot],
-            "mean": [each for each in self.features if not each.one_hot and each.is_centred],
-            "0": [each for each in self.features if not each.one_hot and not each.is_centred],
-        }
-        none = ", without a category" if kinds["no category"] else ""
-        if kinds["mean"] and kinds["0"]:
-            zeros = ", ".join(each.name for each in kinds["0"])
-            return f"the average row, but 0 for {zeros}{none}"
-        return f"{'the average row' if kinds['mean'] else '0 for every number'}{none}"
+        numbers = [each for each in self.features if not each.one_hot]
+        none = ", without a category" if len(numbers) < len(self.features) else ""
+        zeros = ", ".join(each.name for each in numbers if not each.is_centred)
+        if not any(each.is_centred for each in numbers):
+            return f"0 for every number{none}"
+        return f"the average row{zeros and f', but 0 for {zeros}'}{none}"
 
     def scales(self, inputs: Tensor) -> Tensor:
         """Return the standard deviation of each feature, as the model sees it (N, F)."""
@@ -284,13 +280,12 @@ class TabularHandler(Lists, Classifier):
     def choices(self, index: int) -> list[Choice]:
         """Return what the features of request `index` could be."""
         ranges = self.reference.ranges if self.reference else {}
-        found, start = [], 0
+        found, end = [], 0
         for each in self.features:
-            end, value = start + each.columns, self.rows[index][each.name]
-            encode = partial(_scaled, each)
-            given = (each.name, start, end, value, each.texts, ranges.get(each.name), encode)
-            found.append(Choice(*given))
-            start = end
+            start, end = end, end + each.columns
+            value, texts, encode = self.rows[index][each.name], each.texts, partial(_scaled, each)
+            limits = ranges.get(each.name)
+            found.append(Choice(each.name, start, end, value, texts, limits, encode))
         return found
 
     def by_part(self, values: Tensor) -> dict[str, float]:

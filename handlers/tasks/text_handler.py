@@ -1,6 +1,11 @@
-"""Text in, labels out; explanations say what each token did."""
+"""Text in, labels out; explanations say what each token did.
 
-from collections.abc import Iterator, Mapping, Sequence
+A body is text in our form, or in those that clients of Hugging Face send: {"inputs": …}, with a
+text, an object or a list inside, and a list of texts by itself.
+"""
+
+import contextlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,6 +17,7 @@ from modelyard.archiver.handler_files import MASKS, TOKEN_IDS, TOKENIZER_FILE, T
 from modelyard.archiver.signature import UNLIMITED, Dim
 from modelyard.base.extras import how_to_install
 from modelyard.handlers.base import Classifier, Inputs
+from modelyard.handlers.body import body_of, decode_text, parse_json
 from modelyard.handlers.context import Context
 from modelyard.handlers.errors import BadInput, LoadError
 from modelyard.handlers.explain.attribute.attribution import Tensors
@@ -22,7 +28,6 @@ from modelyard.handlers.models.invariant import Invariant
 from modelyard.handlers.models.rows import read_section
 from modelyard.handlers.proof.mutation import Mutation
 from modelyard.handlers.tasks.lists import Lists
-from modelyard.handlers.tasks.text_request import read_body
 
 MAX_LENGTH = 512
 """Tokens of a request, where neither the settings nor the artifact say less."""
@@ -428,3 +433,44 @@ def _special_ids(tokenizer: Any) -> list[int]:
         for id, token in tokenizer.get_added_tokens_decoder().items()
         if token.special and token.content != unknown
     ]
+
+
+INPUTS, PARAMETERS = "inputs", "parameters"
+
+
+def read_body(row: Mapping[str, Any], names: Collection[str]) -> Any:
+    """Return a text, an object, or the list of several of them, whatever the content type says.
+
+    Args:
+        row: the request.
+        names: keys of an object.
+
+    Raises:
+        BadInput: the body is empty, not text, or has parameters beside its `inputs`.
+    """
+    body = body_of(row)
+    if isinstance(body, bytes | bytearray):
+        body = decode_text(body)
+        if body.lstrip()[:1] in ('"', "{", "["):
+            # Else it is a text that begins with such a character.
+            with contextlib.suppress(BadInput):
+                value = parse_json(body)
+                if _is_meant(value, names):
+                    body = value
+    if isinstance(body, dict) and INPUTS in body and not set(body) & set(names):
+        if others := sorted(set(map(str, body)) - {INPUTS, PARAMETERS}):
+            raise BadInput(f'{others[0]} is unknown beside "{INPUTS}"; leave it out')
+        if given := body.get(PARAMETERS):
+            shown = ", ".join(map(str, given)) if isinstance(given, dict) else given
+            raise BadInput(
+                f"{PARAMETERS} are {shown}; expected none: handler in model-config.yaml sets what "
+                "this model does"
+            )
+        return body[INPUTS]
+    return body
+
+
+def _is_meant(value: Any, names: Collection[str]) -> bool:
+    if isinstance(value, list):
+        return bool(value) and all(isinstance(each, str | dict) for each in value)
+    return isinstance(value, str) or bool({INPUTS, *names} & set(value))

@@ -19,24 +19,12 @@ from modelyard.handlers.explain.attribute.attribution import Tensors
 from modelyard.handlers.explain.attribute.methods import METHODS
 from modelyard.handlers.explain.draw import page
 from modelyard.handlers.explain.draw.picture import Heat, render, stack, transparent
-from modelyard.handlers.explain.explainer import as_tuple
 from modelyard.handlers.explain.explanation import Explanation
 from modelyard.handlers.explain.regions import TINY, ninths, summed_up
+from modelyard.handlers.models.backends import as_tuple
 from modelyard.handlers.models.rows import read_numbers
 from modelyard.handlers.proof.mutation import Mutation
-from modelyard.handlers.tasks.pictures import (
-    CHANNELS,
-    DEFAULT_SETTINGS,
-    MAX_PIXELS,
-    ImageSettings,
-    colour_table,
-    find_settings,
-    normalise,
-    open_picture,
-    placement,
-    resized,
-    to_size,
-)
+from modelyard.handlers.tasks import pictures
 
 
 class VisionHandler(BaseHandler):
@@ -52,9 +40,9 @@ class VisionHandler(BaseHandler):
 
     def __init__(self) -> None:
         super().__init__()
-        self.image = DEFAULT_SETTINGS
-        self.table = colour_table(DEFAULT_SETTINGS)
-        self.max_pixels: int | None = MAX_PIXELS
+        self.image = pictures.DEFAULT_SETTINGS
+        self.table = pictures.colour_table(pictures.DEFAULT_SETTINGS)
+        self.max_pixels: int | None = pictures.MAX_PIXELS
         self.image_spec = TensorSpec("")
         self.pictures: list[Image.Image] = []
         self._is_any_size = False
@@ -66,9 +54,9 @@ class VisionHandler(BaseHandler):
         """Load the archive and its `handler.image`; refuse settings that the model cannot take."""
         super().initialize(context)
         folder = Path(context.system_properties["model_dir"])
-        self.image = find_settings(self.handler_settings.get("image"), folder)
-        self.table = colour_table(self.image)
-        self.max_pixels = context.system_properties.get("max_image_pixels") or MAX_PIXELS
+        self.image = pictures.find_settings(self.handler_settings.get("image"), folder)
+        self.table = pictures.colour_table(self.image)
+        self.max_pixels = context.system_properties.get("max_image_pixels") or pictures.MAX_PIXELS
         if not context.system_properties.get("limit_max_image_pixels", True):
             # Only an explicit limit_max_image_pixels=false lifts Pillow's guard.
             self.max_pixels = Image.MAX_IMAGE_PIXELS = None
@@ -79,7 +67,7 @@ class VisionHandler(BaseHandler):
     def mutations(self) -> Iterator[Mutation]:
         """Yield other colours, sizes and ways to resize."""
         yield from super().mutations()
-        image, channels = self.image, CHANNELS[self.image.mode]
+        image, channels = self.image, pictures.CHANNELS[self.image.mode]
         mean, std = image.mean or (0.0,) * channels, image.std or (1.0,) * channels
         a_picture = "that is a picture"
         changed = {
@@ -101,7 +89,9 @@ class VisionHandler(BaseHandler):
                 "that has colours",
             )
         for name, (settings, advice) in changed.items():
-            yield Mutation(name, {"image": settings, "table": colour_table(settings)}, advice)
+            yield Mutation(
+                name, {"image": settings, "table": pictures.colour_table(settings)}, advice
+            )
 
     def preprocess(self, data: Sequence[Mapping[str, Any]]) -> Inputs:
         """Turn pictures into the model's input (N, C, H, W)."""
@@ -135,7 +125,7 @@ class VisionHandler(BaseHandler):
                 f'baseline is "{name}"; expected zero, black, white, mean, blur, noise or '
                 "file:NAME for images"
             )
-        return torch.from_numpy(normalise(pixels, self.table))[None]
+        return torch.from_numpy(pictures.normalise(pixels, self.table))[None]
 
     def window(self, sizes: torch.Size, side: int | None) -> tuple[int, ...]:
         """Return a square over all channels, by default an eighth of the longer side."""
@@ -153,7 +143,7 @@ class VisionHandler(BaseHandler):
         size = self.sizes[index]
         if size is None:
             return {}
-        box = placement(size, self.image).box_in(size)
+        box = pictures.placement(size, self.image).box_in(size)
         crop = [round(side, 2) for side in box]
         return {"picture": {"width": size[0], "height": size[1], "crop": crop}}
 
@@ -192,7 +182,7 @@ class VisionHandler(BaseHandler):
         size = self.sizes[index]
         if size is None:
             return transparent(heat, (0, 0, width, height), (width, height))
-        return transparent(heat, placement(size, self.image).box_in(size), size)
+        return transparent(heat, pictures.placement(size, self.image).box_in(size), size)
 
     def regions(
         self, index: int, inputs: Tensors, explanation: Explanation
@@ -271,16 +261,16 @@ class VisionHandler(BaseHandler):
 
     def read_picture(self, body: bytes | bytearray) -> np.ndarray:
         """Return the model input (C, H, W) of an image file; see `keeps_pictures`."""
-        picture = open_picture(body, self.image, self.max_pixels, self._check_size)
+        picture = pictures.open_picture(body, self.image, self.max_pixels, self._check_size)
         self.sizes.append(picture.size)
         if self.keeps_pictures:
             self.pictures.append(picture)
-        return normalise(np.asarray(to_size(picture, self.image)), self.table)
+        return pictures.normalise(np.asarray(pictures.to_size(picture, self.image)), self.table)
 
     def _check_size(self, width: int, height: int) -> None:
         """Refuse a picture that becomes one of a size that the model was not exported for."""
         if self._is_any_size:
-            made = resized(width, height, self.image)
+            made = pictures.resized(width, height, self.image)
             dims = self.image_spec.shape[2:]
             if not all(map(fits, reversed(made), dims)):
                 made_of = "" if made == (width, height) else f", {made[0]} × {made[1]} as resized"
@@ -307,7 +297,7 @@ def _channels_turned(inputs: Inputs) -> Inputs:
     return next(turned) if isinstance(inputs, Tensor) else tuple(turned)
 
 
-def _check_shape(settings: ImageSettings, spec: TensorSpec) -> None:
+def _check_shape(settings: pictures.ImageSettings, spec: TensorSpec) -> None:
     """Refuse settings whose pictures the artifact cannot take."""
     if not spec.dtype:  # TorchScript without a report says nothing about shapes
         return
@@ -325,9 +315,9 @@ def _check_shape(settings: ImageSettings, spec: TensorSpec) -> None:
 
 
 def _suggestion(dims: Sequence[Size]) -> str:
-    by_channels = {count: mode for mode, count in CHANNELS.items()}
+    by_channels = {count: mode for mode, count in pictures.CHANNELS.items()}
     channels = dims[0] if len(dims) == 3 and isinstance(dims[0], int) else 3
     mode = by_channels.get(channels, "RGB")
     sizes = [dim if isinstance(dim, int) else 224 for dim in dims[1:3]] or [224, 224]
-    count = CHANNELS[mode]
+    count = pictures.CHANNELS[mode]
     return f"{{mode: {mode}, size: {sizes}, mean: {[0.0] * count}, std: {[1.0] * count}}}"

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from modelyard.archiver.errors import ArchiveError
-from modelyard.archiver.signing import Trust, find_signed, sign
-from modelyard.archiver.statement import Statement
+from modelyard.archiver.signing import Statement, Trust, find_signed, sign
 from modelyard.archiver.untrusted.json import parse_json
 from modelyard.plugins.audit.chain import Chain, follow, format_entry
 
 if TYPE_CHECKING:
-    from modelyard.archiver.signing import PrivateKey
+    from modelyard.archiver.keys import PrivateKey
 
 SCHEMA = 1
 MOST_BYTES = 1 << 30

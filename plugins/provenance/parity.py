@@ -17,16 +17,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from modelyard.archiver import signing
 from modelyard.archiver.errors import NotProven, NotTrusted, WrongUsage
 from modelyard.archiver.proven import find_unproven, read_lines
 from modelyard.archiver.read import Archive
 from modelyard.archiver.report import Report, parse_report
-from modelyard.archiver.signing import Trust, TrustedKey, check_expiry, open_signed, sign_payload
-from modelyard.archiver.statement import MAX_BUNDLE_BYTES, STATEMENT_TYPE, parse_date
+from modelyard.archiver.signing import Trust, TrustedKey
 from modelyard.archiver.untrusted.json import Fields, parse_json
 
 if TYPE_CHECKING:
-    from modelyard.archiver.signing import PrivateKey
+    from modelyard.archiver.keys import PrivateKey
 
 PREDICATE_TYPE = "https://modelyard.dev/parity/v1"
 OF_SIGNING = ("statedAt", "expires")
@@ -44,12 +44,12 @@ def attest(archive: Archive, key: PrivateKey, expires: datetime | None = None) -
     if expires is not None:
         predicate["expires"] = expires.isoformat()
     statement = {
-        "_type": STATEMENT_TYPE,
+        "_type": signing.STATEMENT_TYPE,
         "subject": [{"name": archive.path.name, "digest": {"sha256": file_digest(archive.path)}}],
         "predicateType": PREDICATE_TYPE,
         "predicate": predicate,
     }
-    return sign_payload(json.dumps(statement, separators=(",", ":")).encode(), key)
+    return signing.sign_payload(json.dumps(statement, separators=(",", ":")).encode(), key)
 
 
 def check_attested(archive: Archive, bundle: bytes, trust: Trust) -> TrustedKey:
@@ -61,16 +61,18 @@ def check_attested(archive: Archive, bundle: bytes, trust: Trust) -> TrustedKey:
     """
     name = archive.path.name
     try:
-        signer, payload = open_signed(name, parse_json(bundle, MAX_BUNDLE_BYTES), trust)
-        fields = Fields(parse_json(payload, MAX_BUNDLE_BYTES))
-        for key, value in (("_type", STATEMENT_TYPE), ("predicateType", PREDICATE_TYPE)):
+        signer, payload = signing.open_signed(
+            name, parse_json(bundle, signing.MAX_BUNDLE_BYTES), trust
+        )
+        fields = Fields(parse_json(payload, signing.MAX_BUNDLE_BYTES))
+        for key, value in (("_type", signing.STATEMENT_TYPE), ("predicateType", PREDICATE_TYPE)):
             if fields.text(key) != value:
                 fields.wrong(key, value, fields.values.get(key))
         subjects = [each.object("digest").sha256("sha256") for each in fields.objects("subject")]
         stated = dict(fields.object("predicate").values)
         expires = fields.object("predicate").text_or_none("expires")
         fields.check()
-        check_expiry(name, signer, parse_date(expires) if expires else None)
+        signing.check_expiry(name, signer, signing.parse_date(expires) if expires else None)
     except ValueError as error:
         raise NotTrusted(f"{name}: the statement cannot be read: {error}") from error
     if file_digest(archive.path) not in subjects:

@@ -14,15 +14,14 @@ from modelyard.archiver.errors import ArchiveError, NotTrusted
 from modelyard.archiver.proven import DIFFERS, SAME, WITHIN, read_lines
 from modelyard.archiver.read import Archive, open_archive
 from modelyard.archiver.replay import UNPACKED
-from modelyard.archiver.signing import Trust, TrustedKey, find_signed, find_signer, key_id
-from modelyard.archiver.statement import MAX_BUNDLE_BYTES
+from modelyard.archiver.signing import MAX_BUNDLE_BYTES, Trust, TrustedKey, find_signed, find_signer
 from modelyard.archiver.untrusted.json import format_json, parse_json
 from modelyard.archiver.untrusted.names import PROVEN_NAME, SIGNING_NAME
 from modelyard.archiver.write import put
 from modelyard.plugins.recertify.certify import Row
 
 if TYPE_CHECKING:
-    from modelyard.archiver.signing import PrivateKey
+    from modelyard.archiver.keys import PrivateKey
 
 MOST = 1e99
 """Stands for what is not finite, which JSON does not hold."""
@@ -47,6 +46,8 @@ def signed_until(archive: Archive, key: PrivateKey | None, trust: Trust | None) 
         raise NotTrusted(
             f"{archive.path.name} is signed, and a line changes what was signed; give --sign KEY"
         )
+    from modelyard.archiver.keys import key_id
+
     public = key.public_key()
     trust = trust or Trust({key_id(public): TrustedKey(key_id(public), public)})
     find_signer(archive, trust)

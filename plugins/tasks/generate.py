@@ -20,8 +20,7 @@ from modelyard.handlers.errors import BadInput, LoadError
 from modelyard.handlers.limits import check_stated
 from modelyard.handlers.models.rows import read_section, read_whole
 from modelyard.handlers.steps import Part, Steps
-from modelyard.handlers.tasks.text_handler import load_tokenizer
-from modelyard.handlers.tasks.text_request import INPUTS, PARAMETERS
+from modelyard.handlers.tasks.text_handler import INPUTS, PARAMETERS, load_tokenizer
 from modelyard.plugins.tasks.decoder import Cache, Decoder, is_decoder
 from modelyard.plugins.tasks.sampling import Asked, Continuation, choose, read_request
 

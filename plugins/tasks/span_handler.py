@@ -12,8 +12,7 @@ from torch import Tensor
 from modelyard.handlers.base import Inputs
 from modelyard.handlers.context import Context
 from modelyard.handlers.errors import BadInput, HandlerError, LoadError
-from modelyard.handlers.explain.attribute.attribution import chunks
-from modelyard.handlers.explain.attribute.memory import most_rows
+from modelyard.handlers.explain.attribute.attribution import chunks, most_rows
 from modelyard.handlers.explain.request.options import ExplainOptions, Row
 from modelyard.handlers.explain.request.targets import Target, at_place, sum_over
 from modelyard.handlers.models.backends import Artifact, Output

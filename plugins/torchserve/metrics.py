@@ -181,7 +181,7 @@ class TorchServeMetrics(HandlerMetrics):
         """Return what stands before and behind the value of a line, but for the second."""
         shown = ",".join([f"{k}:{v}" for k, v in labels if k.lower() != "hostname"])
         of_request = f",requestID:{request_id}" if request_id else ""
-        return f"{name}.{unit}:", f"|#{shown}|#hostname:{self._hostname}{of_request},timestamp:"
+        return f"{name}.{unit}:", f"|#{shown}|#hostname:{self.hostname}{of_request},timestamp:"
 
     def forget(self, model: str) -> None:
         """Drop the series of a model that is removed."""

@@ -26,7 +26,7 @@ import typer
 import yaml
 
 from modelyard.archiver import Archive
-from modelyard.archiver.alternatives import KEY
+from modelyard.archiver.report import ARTIFACT_KEY
 from modelyard.base.terminal import OnStep, err
 from modelyard.plugins.tune.load import Load, make_request, run_load
 from modelyard.serve.cli import known_errors
@@ -121,7 +121,7 @@ class Setting:
             "workerThreads": self.threads,
             "batchSize": self.batch_size,
         }
-        return keys | ({KEY: self.artifact} if self.artifact else {})
+        return keys | ({ARTIFACT_KEY: self.artifact} if self.artifact else {})
 
     def __str__(self) -> str:
         """Return it in words."""

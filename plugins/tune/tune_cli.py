@@ -15,7 +15,7 @@ import typer
 import yaml
 
 from modelyard.archiver import Archive, open_archive
-from modelyard.archiver.alternatives import find_alternatives
+from modelyard.archiver.report import find_alternatives
 from modelyard.archiver.untrusted.names import MANIFEST_NAME
 from modelyard.base.terminal import out, step_bar
 from modelyard.plugins.ops.text import print_text

@@ -4,8 +4,6 @@ Requests for the calls in it never come to FastAPI: `Calls` takes them before ro
 here only describe, and let other methods be 405.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -40,6 +38,8 @@ for _name, _part in (
         "properties": _ORIGIN["properties"] | _part["properties"],
     }  # fmt: skip
 TIMEOUT_PARAMETER, _ = DOCUMENT["parameters"]
+TOKEN_SCHEME = {"securitySchemes": {"token": {"type": "http", "scheme": "bearer"}}}
+SECURITY: list[Schema] = [{"token": []}, {}]
 EVERYWHERE = (403, 405, 408, 414, 431)
 """What any request may be answered, for what it is and not for what it asks."""
 _JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean"}

@@ -4,8 +4,6 @@ https://html.spec.whatwg.org/multipage/server-sent-events.html
 https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_generate.md
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 from base64 import b64encode

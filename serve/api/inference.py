@@ -5,12 +5,11 @@ has come, the body submits it, and whoever has the reply writes the answer. It c
 machinery (1.5 µs instead of 80): `Application` takes it before routing.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from time import monotonic
 
@@ -113,30 +112,21 @@ def right_of(path: str) -> str | None:
     return None if target is None else ("explain" if target.kind == EXPLAIN else "predict")
 
 
+@dataclass(eq=False)
 class Calls:
-    """HTTP's requests ↔ calls and replies.
+    """HTTP's requests ↔ calls and replies."""
 
-    Args:
-        front: where the requests begin.
-        answers: their form.
-        target: returns what a request asks a model for, by the dialect's paths.
-        takes_codings: whether compressed bodies go to handlers as they are.
-        hides_tokens: whether handlers, whose authors are others, do not see Authorization.
-    """
-
-    def __init__(
-        self,
-        front: Front,
-        answers: Answers,
-        target: Callable[[RequestResponseCycle], Target | None] = find_target,
-        takes_codings: bool = False,
-        hides_tokens: bool = False,
-    ) -> None:
-        self.front = front
-        self.answers = answers
-        self.target = target
-        self._takes_codings = takes_codings
-        self._hides_tokens = hides_tokens
+    front: Front
+    """Where the requests begin."""
+    answers: Answers
+    """Their form."""
+    target: Callable[[RequestResponseCycle], Target | None] = find_target
+    """Returns what a request asks a model for, by the dialect's paths."""
+    takes_codings: bool = False
+    """Whether compressed bodies go to handlers as they are, and what they stream is never sent as
+    events; as TorchServe does."""
+    hides_tokens: bool = False
+    """Whether handlers, whose authors are others, do not see Authorization."""
 
     def begin(self, cycle: RequestResponseCycle, target: Target) -> None:
         """Make a call that is submitted when its body is there.
@@ -149,7 +139,7 @@ class Calls:
         check = None
         if cycle.coding or (kind == EXPLAIN and cycle.query):
             check = partial(self._check, cycle, target)
-        if self._hides_tokens:
+        if self.hides_tokens:
             if cycle.head.shown is None:
                 cycle.head.shown = without_token(cycle.head.spelled)
             cycle.spelled = cycle.head.shown
@@ -179,15 +169,10 @@ class Calls:
     def _check(self, cycle: RequestResponseCycle, target: Target, model: ModelVersion) -> None:
         if target.kind == EXPLAIN and cycle.query and model.takes_our_options:
             check_options(cycle.query)
-        takes_codings = self._takes_codings or target.flags & wire.TENSORS  # which the worker reads
+        takes_codings = self.takes_codings or target.flags & wire.TENSORS  # which the worker reads
         if cycle.coding and not takes_codings and cycle.coding.lower() != b"identity":
             shown = ascii(cycle.coding[:40].decode("latin-1"))
             raise errors.UnknownCoding(f"Content-Encoding is {shown}; send the body without one")
-
-    @property
-    def sends_events(self) -> bool:
-        """Whether what handlers stream is sent as events to clients that ask for them."""
-        return not self._takes_codings  # as TorchServe does not
 
     def count_unrouted(self, status: int) -> None:
         """Count the answer to a request that has become no call."""
@@ -243,7 +228,7 @@ class DirectReply(CallReply):
         if reply.note is not None:
             self.asked.outcome = reply.note.outcome
             headers = [*headers, *reply.note.headers]
-        is_bare = form is None and isinstance(body, Stream) and self.calls.sends_events
+        is_bare = form is None and isinstance(body, Stream) and not self.calls.takes_codings
         if is_bare and events.wants_events(self.asked.headers) and events.is_text(headers):
             form = events.CHUNKS
         if form is None or reply.status == 304 or reply.status >= 400 or events.are_events(headers):

@@ -1,7 +1,5 @@
 """The management API: what is served, and changing it. TorchServe's routes and answers."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 import psutil

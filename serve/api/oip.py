@@ -4,8 +4,6 @@ https://github.com/kserve/open-inference-protocol
 https://kserve.github.io/website/docs/concepts/architecture/data-plane/v1-protocol
 """
 
-from __future__ import annotations
-
 from importlib.metadata import version
 from typing import Any
 

@@ -1,21 +1,35 @@
-"""FastAPI's routes behind an `Application`: everything that is not a call."""
+"""FastAPI's routes behind an `Application`: everything that is not a call.
 
-from __future__ import annotations
+Each API has a page that describes it and tries it out, without anything from elsewhere. Every
+address in it is relative, so that a browser asks the port, the host and the prefix by which it
+came, whatever stands in between.
+"""
 
 import asyncio
-import json
-from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
+from functools import partial
+from html import escape
 from importlib.metadata import version
+from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import Response
+from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, Response
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
 from modelyard.archiver import ArchiveError
 from modelyard.base.nearest import did_you_mean
+from modelyard.serve.api.description import (
+    EVERYWHERE,
+    SCHEMAS,
+    SECURITY,
+    TOKEN_SCHEME,
+    error_responses,
+)
+from modelyard.serve.api.oip import OPEN_PATHS
 from modelyard.serve.errors import BadRequest, MethodNotAllowed, NoSuchRoute, ServeError
 from modelyard.serve.http.application import Answers
 from modelyard.serve.http.connection import RequestResponseCycle
@@ -26,7 +40,17 @@ READ = "/v2/"
 """Paths whose routes read bodies."""
 _SHOWN = 200
 """Characters of a path, in messages."""
-Send = Callable[[Message], Awaitable[None]]
+ASSETS = ("swagger-ui-bundle.js", "swagger-ui.css", "favicon.png")
+OWN = ("docs.js", "docs.css")
+DOCS_PATHS = ("/docs", *(f"/docs/assets/{name}" for name in ASSETS),
+              *(f"/docs/own/{name}" for name in OWN))  # fmt: skip
+"""A browser that opens a page sends no token. The page says the same on every server; what the
+server's own answers to `/openapi.json`, it asks for with the token that its reader types in."""
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
+    "img-src 'self' data: blob:; connect-src 'self'; form-action 'none'; base-uri 'none'; "
+    "frame-ancestors 'none'"
+)
 
 
 class Routes:
@@ -45,7 +69,7 @@ class Routes:
             title=title,
             description=description,
             version=version("modelyard"),
-            openapi_url=None,  # `docs.py` describes all three APIs in one document
+            openapi_url=None,  # `add_docs` has a document that says more
         )
         for kind in (ServeError, ArchiveError, Exception):
             self.fastapi.add_exception_handler(kind, self._respond)
@@ -56,6 +80,36 @@ class Routes:
         ]
         for router in routers:
             self.fastapi.include_router(router)
+
+    def add_docs(self, name: str, ports: Mapping[str, int]) -> None:
+        """Serve `/docs` and `/openapi.json` of the API.
+
+        Args:
+            name: name of the API, as in `ports`.
+            ports: where all of them listen, for links from one to the other.
+        """
+        document, page = _document(self.fastapi), _page(self.fastapi.title, name, ports)
+        get = partial(self.fastapi.get, include_in_schema=False)
+
+        @get("/openapi.json")
+        async def openapi() -> JSONResponse:
+            return JSONResponse(document)
+
+        @get("/docs")
+        async def docs() -> HTMLResponse:
+            return HTMLResponse(page, headers={"Content-Security-Policy": POLICY})
+
+        def add_file(path: str, file: Path) -> None:
+            @get(path)
+            async def send() -> FileResponse:
+                return FileResponse(file)
+
+        # fastapi-offline carries the files of Swagger UI; its own application class is not needed.
+        swagger = Path(str(files("fastapi_offline"))) / "static"
+        for each in ASSETS:
+            add_file(f"/docs/assets/{each}", swagger / each)
+        for each in OWN:
+            add_file(f"/docs/own/{each}", Path(__file__).with_name(each))
 
     def has(self, path: str) -> bool:
         """Return whether one of the routes is of this path."""
@@ -136,15 +190,7 @@ class Routes:
             answer = await self._respond(request, MethodNotAllowed(said))
             answer.headers["allow"] = allowed
             return answer
-        content = {
-            "code": error.status_code,
-            "type": "InternalServerException",
-            "message": str(error.detail),
-            "request_id": request.state.request_id,
-        }
-        return Response(
-            json.dumps(content), error.status_code, error.headers, media_type="application/json"
-        )
+        return await self._respond(request, BadRequest(str(error.detail)))
 
 
 def _near(path: str, templates: Iterable[str]) -> str:
@@ -159,3 +205,40 @@ def _near(path: str, templates: Iterable[str]) -> str:
         else:
             known.append(template)
     return did_you_mean(path, known)
+
+
+def _page(title: str, name: str, ports: Mapping[str, int]) -> str:
+    links = [
+        f"<a aria-current=page>{each}</a>"
+        if each == name
+        else f"<a data-port={port} title='on port {port} of the server'>{each}</a>"
+        for each, port in ports.items()
+    ]
+    text = Path(__file__).with_name("docs.html").read_text(encoding="utf-8")
+    fields = {"TITLE": escape(title), "PORT": str(ports[name]), "NAV": "".join(links)}
+    for field, value in fields.items():
+        text = text.replace(field, value)
+    return text
+
+
+def _document(api: FastAPI) -> dict[str, Any]:
+    """Return the OpenAPI document of an API, whose server is where the document came from."""
+    document = {**api.openapi(), "servers": [{"url": "."}]}
+    for path, item in document["paths"].items():
+        for operation in item.values():
+            operation["responses"].pop("422", None)  # wrong parameters are answered 400
+            is_open = path in OPEN_PATHS
+            if is_open:
+                operation["security"] = []
+            for code in EVERYWHERE if is_open else (401, *EVERYWHERE):
+                shared = {"$ref": f"#/components/responses/{code}"}
+                operation["responses"].setdefault(str(code), shared)
+    document["components"] = {
+        "responses": {
+            str(code): response for code, response in error_responses(401, *EVERYWHERE).items()
+        },
+        "schemas": SCHEMAS,
+        **TOKEN_SCHEME,
+    }
+    document["security"] = SECURITY
+    return document

@@ -5,8 +5,6 @@ name stands in the paths, and the schemas are those of its handler and signature
 can be generated.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 from urllib.parse import quote
@@ -14,54 +12,29 @@ from urllib.parse import quote
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 
-from modelyard.archiver.signature import (
-    OIP_DATATYPES,
-    Dim,
-    Signature,
-    Size,
-    TensorSpec,
-    parse_signature,
-)
+from modelyard.archiver.signature import OIP_DATATYPES, Dim, Signature, TensorSpec, parse_signature
 from modelyard.serve.api import description
+from modelyard.serve.api.description import DOCUMENT, SCHEMAS, Schema
 from modelyard.serve.control.registry import ModelVersion, Registry
 
-NUMBER: description.Schema = {"type": "number"}
-INTEGER: description.Schema = {"type": "integer"}
-TEXT: description.Schema = {"type": "string"}
-ANYTHING: description.Schema = {}
-HANDLERS: Mapping[str, tuple[Mapping[str, description.Schema], description.Schema]] = {
-    name: (form["takes"], form["answers"])
-    for name, form in description.DOCUMENT["handlers"].items()
-}
-"""A built-in handler → what it takes by media type, and what it answers."""
-OF_ANY_HANDLER = (
-    description.DOCUMENT["any_handler"]["takes"],
-    description.DOCUMENT["any_handler"]["answers"],
-)
+INTEGER: Schema = {"type": "integer"}
+TEXT: Schema = {"type": "string"}
+OBJECT: Schema = {"type": "object", "additionalProperties": {}}
 
 
-def listed(items: description.Schema) -> description.Schema:
+def listed(items: Schema) -> Schema:
     """Return the schema of a list."""
     return {"type": "array", "items": items}
 
 
-def fields(
-    required: Mapping[str, description.Schema],
-    optional: Mapping[str, description.Schema] | None = None,
-) -> description.Schema:
+def fields(required: Mapping[str, Schema], optional: Mapping[str, Schema]) -> Schema:
     """Return the schema of an object."""
-    properties = {**required, **(optional or {})}
-    return {"type": "object", "required": list(required), "properties": properties}
-
-
-def by_name(values: description.Schema) -> description.Schema:
-    """Return the schema of an object whose names are a model's own."""
-    return {"type": "object", "additionalProperties": values}
+    return {"type": "object", "required": list(required), "properties": {**required, **optional}}
 
 
 def body_and_answer(
     handler: str, signature: Signature | None
-) -> tuple[Mapping[str, description.Schema], description.Schema]:
+) -> tuple[Mapping[str, Schema], Schema]:
     """Return what a prediction takes, by media type, and what it answers.
 
     Args:
@@ -70,80 +43,65 @@ def body_and_answer(
     """
     if handler == "base_handler" and signature is not None and signature.inputs:
         return {"application/json": _rows(signature.inputs)}, _rows(signature.outputs)
-    return HANDLERS.get(handler, OF_ANY_HANDLER)
+    form = DOCUMENT["handlers"].get(handler, DOCUMENT["any_handler"])
+    return form["takes"], form["answers"]
 
 
-def _rows(specs: Iterable[TensorSpec]) -> description.Schema:
+def _rows(specs: Iterable[TensorSpec]) -> Schema:
     """Return the schema of one row: of one tensor its numbers, of several an object by name."""
-    rows = {spec.name: _nested(spec.shape[1:], _value(spec.dtype)) for spec in specs}
-    if not rows:
-        return ANYTHING
-    return fields(rows) if len(rows) > 1 else next(iter(rows.values()))
+    rows = {spec.name: _row(spec) for spec in specs}
+    return fields(rows, {}) if len(rows) > 1 else next(iter(rows.values()), {})
 
 
-def _nested(shape: tuple[Size, ...], value: description.Schema) -> description.Schema:
-    schema = value
-    for size in reversed(shape):
-        schema = {**listed(schema), **_limits(size)}
+def _row(spec: TensorSpec) -> Schema:
+    schema = _value(spec.dtype)
+    for size in reversed(spec.shape[1:]):
+        schema = listed(schema)
+        if not isinstance(size, Dim):
+            schema |= {"minItems": size, "maxItems": size}
+        elif str(size) != size.name:
+            schema |= {"minItems": size.min, "maxItems": size.max}
     return schema
 
 
-def _limits(size: Size) -> description.Schema:
-    if isinstance(size, Dim):
-        return {} if str(size) == size.name else {"minItems": size.min, "maxItems": size.max}
-    return {"minItems": size, "maxItems": size}
-
-
-def _value(dtype: str) -> description.Schema:
+def _value(dtype: str) -> Schema:
     if dtype == "bool":
         return {"type": "boolean"}
-    return INTEGER if "int" in dtype else NUMBER
+    return INTEGER if "int" in dtype else {"type": "number"}
 
 
-def tensor_schemas(signature: Signature) -> dict[str, description.Schema]:
+def tensor_schemas(signature: Signature) -> dict[str, Schema]:
     """Return components for requests and answers of the Open Inference Protocol."""
-    components: dict[str, description.Schema] = {}
-    sides = (("Input", signature.inputs), ("Output", signature.outputs))
-    named: dict[str, list[str]] = {}
-    for side, specs in sides:
-        for spec in specs:
-            name = f"{_title(spec.name)}{side}"
-            components[name] = _tensor(spec, side)
-            named.setdefault(side, []).append(name)
-    components["InferRequest"] = fields(
-        {"inputs": _one_of(named.get("Input", []))},
-        {"id": TEXT, "parameters": by_name(ANYTHING),
-         "outputs": listed(fields({"name": TEXT}, {"parameters": by_name(ANYTHING)}))},
-    )  # fmt: skip
+    components: dict[str, Schema] = {}
+    sides: list[Schema] = []
+    for side, specs in (("Input", signature.inputs), ("Output", signature.outputs)):
+        tensors = {f"{_title(spec.name)}{side}": _tensor(spec, side) for spec in specs}
+        components |= tensors
+        first, *others = [_ref(name) for name in tensors] or [OBJECT]
+        sides.append(listed({"anyOf": [first, *others]} if others else first))
+    inputs, outputs = sides
+    wanted = listed(fields({"name": TEXT}, {"parameters": OBJECT}))
+    about = {"id": TEXT, "parameters": OBJECT}
+    components["InferRequest"] = fields({"inputs": inputs}, {**about, "outputs": wanted})
     components["InferResponse"] = fields(
-        {"model_name": TEXT, "model_version": TEXT, "outputs": _one_of(named.get("Output", []))},
-        {"id": TEXT, "parameters": by_name(ANYTHING)},
+        {"model_name": TEXT, "model_version": TEXT, "outputs": outputs}, about
     )
     return components
 
 
-def _tensor(spec: TensorSpec, side: str) -> description.Schema:
+def _tensor(spec: TensorSpec, side: str) -> Schema:
     """Return the schema of one tensor; that of an output may come as bytes, without `data`."""
-    ranks = {"minItems": len(spec.shape), "maxItems": len(spec.shape)}
-    sizes = ", ".join(map(str, spec.shape))
+    rank, sizes = len(spec.shape), ", ".join(map(str, spec.shape))
+    shape = {"minItems": rank, "maxItems": rank, "description": f"[{sizes}]"}
     stated = {
         "name": {"type": "string", "enum": [spec.name]},
-        "shape": {**listed(INTEGER), **ranks, "description": f"[{sizes}]"},
+        "shape": {**listed(INTEGER), **shape},
         "datatype": {"type": "string", "enum": [OIP_DATATYPES.get(spec.dtype, spec.dtype)]},
     }
-    data = {"data": listed(_value(spec.dtype))}
-    parameters = {"parameters": by_name(ANYTHING)}
+    data, parameters = {"data": listed(_value(spec.dtype))}, {"parameters": OBJECT}
     if side == "Input":
-        return fields({**stated, **data}, parameters)
-    return fields(stated, {**data, **parameters})
-
-
-def _one_of(names: list[str]) -> description.Schema:
-    """Return the schema of a list of these tensors, each of them once."""
-    each: list[description.Schema] = [{"$ref": f"#/components/schemas/{name}"} for name in names]
-    if not each:
-        return listed(by_name(ANYTHING))
-    return listed(each[0] if len(each) == 1 else {"anyOf": each})
+        return fields(stated | data, parameters)
+    return fields(stated, data | parameters)
 
 
 def _title(name: str) -> str:
@@ -180,35 +138,15 @@ def describe_model(model: ModelVersion, is_versioned: bool) -> dict[str, Any]:
     bodies, answer = body_and_answer(handler, signature)
     name, number = quote(model.name, safe=""), quote(model.version, safe="")
     own, versions = (f"{name}/{number}", f"/versions/{number}") if is_versioned else (name, "")
-    schemas = {"Error": description.SCHEMAS["Error"], "Prediction": answer}
-    paths = {
-        f"/predictions/{own}": _post(
-            "predict", "Predict", bodies, _ref("Prediction"), [description.TIMEOUT_PARAMETER]
-        )
-    }
+    schemas = {"Error": SCHEMAS["Error"], "Prediction": answer}
+    paths = {f"/predictions/{own}": _post("predict", bodies, _ref("Prediction"))}
     if model.takes_our_options:
-        schemas |= {
-            name: each
-            for name, each in description.SCHEMAS.items()
-            if name.startswith("Explanation")
-        }
-        paths[f"/explanations/{own}"] = _post(
-            "explain",
-            "Explain",
-            bodies,
-            description.DOCUMENT["answers"]["explain"],
-            description.PARAMETERS["explain"],
-        )
+        schemas |= {key: each for key, each in SCHEMAS.items() if key.startswith("Explanation")}
+        paths[f"/explanations/{own}"] = _post("explain", bodies, DOCUMENT["answers"]["explain"])
     if signature is not None and model.takes_our_options:
-        tensors = tensor_schemas(signature)
-        schemas |= tensors
-        body = {"application/json": _ref("InferRequest")}
-        path = f"/v2/models/{name}{versions}"
-        said = _ref("InferResponse")
-        paths[f"{path}/infer"] = _post(
-            "infer", "Infer", body, said, [description.TIMEOUT_PARAMETER]
-        )
-        schemas["Metadata"] = description.DOCUMENT["metadata"]
+        schemas |= tensor_schemas(signature) | {"Metadata": DOCUMENT["metadata"]}
+        path, body = f"/v2/models/{name}{versions}", {"application/json": _ref("InferRequest")}
+        paths[f"{path}/infer"] = _post("infer", body, _ref("InferResponse"))
         paths[path] = {"get": _operation("metadata", "Inputs and outputs", _ref("Metadata"))}
     return {
         "openapi": "3.1.0",
@@ -219,33 +157,28 @@ def describe_model(model: ModelVersion, is_versioned: bool) -> dict[str, Any]:
         },
         "servers": [{"url": "../.." if is_versioned else ".."}],
         "paths": paths,
-        "components": {
-            "schemas": schemas,
-            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
-        },
-        "security": [{"token": []}, {}],
+        "components": {"schemas": schemas, **description.TOKEN_SCHEME},
+        "security": description.SECURITY,
     }
 
 
-def _ref(name: str) -> description.Schema:
+def _ref(name: str) -> Schema:
     return {"$ref": f"#/components/schemas/{name}"}
 
 
-def _operation(id: str, summary: str, answer: description.Schema) -> dict[str, Any]:
+def _operation(id: str, summary: str, answer: Schema) -> dict[str, Any]:
     """Return an operation whose errors are ours."""
     found = {str(code): each for code, each in description.error_responses(*ERRORS).items()}
     said = {"description": "Answered.", "content": {"application/json": {"schema": answer}}}
     return {"operationId": id, "summary": summary, "responses": {"200": said, **found}}
 
 
-def _post(
-    id: str, summary: str, bodies: Any, answer: description.Schema, parameters: list[dict[str, Any]]
-) -> dict[str, Any]:
+def _post(id: str, bodies: Mapping[str, Schema], answer: Schema) -> dict[str, Any]:
     content = {kind: {"schema": schema} for kind, schema in bodies.items()}
     return {
         "post": {
-            **_operation(id, summary, answer),
-            "parameters": parameters,
+            **_operation(id, id.capitalize(), answer),
+            "parameters": description.PARAMETERS.get(id, [description.TIMEOUT_PARAMETER]),
             "requestBody": {"required": True, "content": content},
         }
     }

@@ -1,7 +1,5 @@
 """An archive → a model version: its folder, pools, queues and what its workers start with."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging
@@ -9,17 +7,14 @@ import secrets
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from modelyard.archiver import Archive
 from modelyard.archiver.errors import NotProven, RefusedArchive
 from modelyard.archiver.proven import Unproven, find_unproven
 from modelyard.archiver.signing import find_signer, read_trusted_keys
-from modelyard.archiver.untrusted.names import (
-    MANIFEST_NAME,
-    check_version,
-)
+from modelyard.archiver.untrusted.names import MANIFEST_NAME, check_version
 from modelyard.serve.control.model_config import ModelConfig, ModelSpec
 from modelyard.serve.control.preload import OUR_HANDLERS, choose_preload
 from modelyard.serve.control.registry import ModelVersion
@@ -33,7 +28,6 @@ from modelyard.serve.dataplane.cache import AnswerStore, VersionAnswers
 from modelyard.serve.dataplane.call import EXPLAIN, PREDICT
 from modelyard.serve.dataplane.metrics import Metrics, VersionMetrics
 from modelyard.serve.dataplane.pool import Pool
-from modelyard.serve.dataplane.process import Preload
 from modelyard.serve.dataplane.worker import WorkerPlan
 from modelyard.serve.errors import BadModelConfig, BadRequest, StartError
 from modelyard.serve.policy import Policy
@@ -46,10 +40,25 @@ EXPLAINERS_NICENESS = 10
 """An explanation takes seconds of a core; predictions on the same core go first."""
 
 
-def admit(
-    archive: Archive, spec: ModelSpec, policy: Policy
-) -> tuple[str, ModelConfig, Unproven | None]:
-    """Return the name of an archive that may be served, how it is run, and why nobody proved it.
+@dataclass(frozen=True)
+class Admitted:
+    """An open archive that may be served."""
+
+    archive: Archive
+    spec: ModelSpec
+    """What the caller said."""
+    name: str
+    """Name to serve it under."""
+    config: ModelConfig
+    """How it is run."""
+    unproven: Unproven | None
+    """Why nobody has proven what runs here."""
+    is_fetched: bool
+    """Whether its file came from elsewhere."""
+
+
+def admit(archive: Archive, spec: ModelSpec, policy: Policy, is_fetched: bool = False) -> Admitted:
+    """Return an archive as it may be served.
 
     Raises:
         ArchiveError: its signature or its version is missing, wrong, or not one that is trusted;
@@ -87,7 +96,7 @@ def admit(
             f"{archive.path.name}: {unproven.text}; this server serves only what was proven on its "
             f"own versions (require_proven): {advice}"
         )
-    return name, config, unproven
+    return Admitted(archive, spec, name, config, unproven, is_fetched)
 
 
 class Builder:
@@ -104,58 +113,37 @@ class Builder:
 
     @asynccontextmanager
     async def build(
-        self,
-        archive: Archive,
-        name: str,
-        spec: ModelSpec,
-        config: ModelConfig,
-        is_fetched: bool = False,
-        metrics: VersionMetrics | None = None,
+        self, admitted: Admitted, metrics: VersionMetrics | None = None
     ) -> AsyncIterator[ModelVersion]:
         """Unpack an archive and connect what runs it; nothing is started yet.
 
         When the block fails its folder goes again.
 
         Args:
-            archive: open.
-            name: to serve it under.
-            spec: what the caller said.
-            config: how it is run.
-            is_fetched: whether its file came from elsewhere.
+            admitted: the archive.
             metrics: metrics of the version in whose place this one comes; `expose` then connects
                 them.
 
         Raises:
             ArchiveError, BadRequest: it cannot be served.
         """
+        archive, name = admitted.archive, admitted.name
         folder = self._policy.state.unpacked / f"{file_stem(name)}-{secrets.token_hex(4)}"
         try:
             await asyncio.to_thread(archive.unpack, folder)
             python = await asyncio.to_thread(self._policy.interpreter, archive, folder, name)
-            handler = spec.options.handler or archive.manifest.handler
-            manifest, files, read = archive.manifest, archive.files, archive.read
-            preload = await asyncio.to_thread(choose_preload, manifest, files, read, handler)
-            if preload and not config.explain_workers:
-                preload = preload.whole
-            plan = await asyncio.to_thread(
-                self._plan, archive, name, spec, config, folder, python, preload
-            )
-            yield self._connect(archive, spec, config, plan, is_fetched, metrics)
+            plan = await asyncio.to_thread(self._plan, admitted, folder, python)
+            yield self._connect(admitted, plan, metrics)
         except BaseException:
             await asyncio.to_thread(self.sandbox.forget, folder)
             raise
 
     def _connect(
-        self,
-        archive: Archive,
-        spec: ModelSpec,
-        config: ModelConfig,
-        plan: WorkerPlan,
-        is_fetched: bool,
-        before: VersionMetrics | None,
+        self, admitted: Admitted, plan: WorkerPlan, before: VersionMetrics | None
     ) -> ModelVersion:
-        manifest, file, name = archive.manifest, archive.path.name, plan.load["name"]
-        if is_url(spec.location) and not is_fetched:
+        spec, config, name = admitted.spec, admitted.config, admitted.name
+        manifest, file = admitted.archive.manifest, admitted.archive.path.name
+        if is_url(spec.location) and not admitted.is_fetched:
             file = spec.shown  # by which the next start finds it in the cache
         handler = plan.load["handler"]
         predicting = plan
@@ -200,8 +188,8 @@ class Builder:
             name=name,
             version=manifest.model_version,
             file=file,
-            url=spec.shown if is_fetched else file,
-            digest=archive.digest,
+            url=spec.shown if admitted.is_fetched else file,
+            digest=admitted.archive.digest,
             manifest=plan.load["manifest"],
             runtime=spec.options.runtime or manifest.runtime,
             options=spec.options,
@@ -215,26 +203,21 @@ class Builder:
             answers=answers,
             at_start=spec.at_start,
             is_saved=spec.is_saved,
-            is_downloaded=is_fetched,
+            is_downloaded=admitted.is_fetched,
+            unproven=admitted.unproven,
         )
         if before is None:
             artifact = manifest.serialized_file or ""
-            metrics.describe(archive.digest, artifact.rpartition(".")[2], config.capacity_rps)
+            metrics.describe(model.digest, artifact.rpartition(".")[2], config.capacity_rps)
+            if model.unproven:
+                metrics.doubt(model.unproven.reason)
             expose(model)
         return model
 
-    def _plan(
-        self,
-        archive: Archive,
-        name: str,
-        spec: ModelSpec,
-        config: ModelConfig,
-        folder: Path,
-        interpreter: str,
-        preload: Preload | None,
-    ) -> WorkerPlan:
+    def _plan(self, admitted: Admitted, folder: Path, interpreter: str) -> WorkerPlan:
         """Return what the workers are started with."""
-        manifest, policy = archive.manifest, self._policy
+        archive, spec, config = admitted.archive, admitted.spec, admitted.config
+        manifest, name, policy = archive.manifest, admitted.name, self._policy
         handler = spec.options.handler or manifest.handler or policy.default_handler
         if not handler:
             raise BadRequest(f"{archive.path.name}: the manifest names no handler")
@@ -242,7 +225,11 @@ class Builder:
         log_dir = policy.state.log_file.parent / f"{file_stem(name)}-{version}"
         log_dir.mkdir(mode=0o700, exist_ok=True)
         machine, is_own = this_machine(), interpreter == sys.executable
-        is_forked = is_own and not is_on_gpu(machine, config.device)
+        is_forked, preload = is_own and not is_on_gpu(machine, config.device), None
+        if is_forked:
+            preload = choose_preload(manifest, archive.files, archive.read, handler)
+            if preload and not config.explain_workers:
+                preload = preload.whole
         has_manifest = MANIFEST_NAME in archive.names
         environment = policy.environment(config.threads)
         walls = self.sandbox.plan(folder, config.network, config.files, may_write=seal is None)
@@ -277,7 +264,7 @@ class Builder:
             environment=environment,
             niceness=spec.niceness,
             fork_server=policy.fork_server if is_forked else None,
-            preload=preload if is_forked else None,
+            preload=preload,
         )
 
 

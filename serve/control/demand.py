@@ -1,7 +1,5 @@
 """Models that are loaded by their first request, and unloaded to make room for others."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math

@@ -5,8 +5,6 @@ there once. It is named by the digest of what it holds, built once, and shared b
 versions that pin the same. Only its workers use it: nothing is installed where the server runs.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import subprocess

@@ -5,10 +5,7 @@ then it lies in a hidden folder. A cache names archives by their digest, and a l
 process of a machine fetch it.
 """
 
-from __future__ import annotations
-
 import asyncio
-import contextlib
 import fcntl
 import hashlib
 import http.client
@@ -20,7 +17,7 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,19 +26,11 @@ from typing import IO
 from modelyard.archiver import ArchiveError, open_archive
 from modelyard.archiver.errors import RefusedArchive
 from modelyard.archiver.untrusted.names import file_name_problem
+from modelyard.serve import errors
 from modelyard.serve.control.store import parse_model_option
 from modelyard.serve.control.transfer import FetchAborted, Interrupted, Limits, Part, open_part
 from modelyard.serve.control.urls import Url, UrlRules, is_url, parse_url, split_digest
-from modelyard.serve.errors import (
-    NOT_KEPT,
-    BadRequest,
-    FetchFailed,
-    FileExists,
-    StorageFull,
-    UrlRefused,
-    is_disk_full,
-    without_secrets,
-)
+from modelyard.serve.errors import NOT_KEPT, is_disk_full, without_secrets
 
 logger = logging.getLogger(__name__)
 
@@ -76,11 +65,13 @@ def parse_source(text: str) -> Source:
         rest, digest = split_digest(text)
         name, location = parse_model_option(rest)
         if is_url(location) and parse_url(location).scheme == "file":
-            raise UrlRefused(text, "name its folder as model_store instead")
+            raise errors.UrlRefused(text, "name its folder as model_store instead")
         if is_url(location) and digest is None:
-            raise UrlRefused(text, "an archive that is fetched needs #sha256=DIGEST behind its URL")
-    except UrlRefused as error:
-        raise BadRequest(f"{without_secrets(text)}: {error.reason}") from error
+            raise errors.UrlRefused(
+                text, "an archive that is fetched needs #sha256=DIGEST behind its URL"
+            )
+    except errors.UrlRefused as error:
+        raise errors.BadRequest(f"{without_secrets(text)}: {error.reason}") from error
     return Source(name, location, digest)
 
 
@@ -112,10 +103,10 @@ def fetch_archive(
         if url.scheme == "oci":
             name = f"{re.split('[:@]', name)[0]}.mar"
     if name.startswith(".") or file_name_problem(name):
-        raise UrlRefused(location, "its last part is not a name for a file")
+        raise errors.UrlRefused(location, "its last part is not a name for a file")
     target = store / name
     if target.exists():
-        raise FileExists(name)
+        raise errors.FileExists(name)
     staging = store / f"{STAGING}{staged}"
     try:
         staging.mkdir(mode=0o700)
@@ -123,12 +114,12 @@ def fetch_archive(
         _Download(url, file, digest, rules, limits or Limits()).run()
         os.link(file, target)  # unlike a renamed file it never replaces one
     except FileExistsError as error:
-        raise FileExists(name) from error
+        raise errors.FileExists(name) from error
     except (OSError, http.client.HTTPException, FetchAborted, Interrupted) as error:
         logger.error("%s cannot be fetched: %s: %s", location, type(error).__name__, error)
         if is_disk_full(error):
-            raise StorageFull(f"{location} does not fit on the disk of {store}") from error
-        raise FetchFailed(location, str(error)) from error
+            raise errors.StorageFull(f"{location} does not fit on the disk of {store}") from error
+        raise errors.FetchFailed(location, str(error)) from error
     except ArchiveError as error:
         logger.error("%s was fetched and is refused: %s", location, error)
         raise
@@ -156,11 +147,12 @@ def place(
     try:
         rules.matching(url)
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with _held(cache / f"{source.digest}.lock"):
+        with (cache / f"{source.digest}.lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # which ends with the process
             if file.exists():
                 return file
             if url.query == NOT_KEPT:
-                raise FetchFailed(
+                raise errors.FetchFailed(
                     source.location,
                     f"{file} is gone, and the query that the URL had may be a secret, which is not "
                     "kept; put that file back, or name the whole URL again",
@@ -168,24 +160,13 @@ def place(
             shutil.rmtree(cache / f"{STAGING}{file.name}", ignore_errors=True)  # of a killed one
             location = f"{source.location}#sha256={source.digest}"
             return fetch_archive(location, cache, rules, limits, name=file.name)
-    except (FetchFailed, UrlRefused) as error:
-        raise BadRequest(f"cannot fetch {source.shown}: {error.reason}") from error
+    except (errors.FetchFailed, errors.UrlRefused) as error:
+        raise errors.BadRequest(f"cannot fetch {source.shown}: {error.reason}") from error
     except OSError as error:
-        raise BadRequest(
+        raise errors.BadRequest(
             f"cannot use the folder {cache} for fetched archives: {error.strerror}; name another "
             "one with cache_dir=FOLDER"
         ) from error
-
-
-@contextlib.contextmanager
-def _held(file: Path) -> Iterator[None]:
-    """Hold a lock, which ends with the process."""
-    fd = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(fd)
 
 
 def clear_leftovers(store: Path) -> None:

@@ -1,13 +1,11 @@
 """The archive's model-config.yaml, the caller and the server's settings → how a version is run."""
 
-from __future__ import annotations
-
 import logging
 import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from modelyard.archiver import Archive
 from modelyard.archiver.model_config import keys_without_effect, parse_model_config, unknown_keys
@@ -180,7 +178,7 @@ def load_model_config(
 
 
 def extensions(
-    values: Values, archive: Archive, settings: Settings, options: Options
+    values: "Values", archive: Archive, settings: Settings, options: Options
 ) -> dict[str, Any]:
     """Return the fields of a configuration whose keys are ours, in every dialect.
 
@@ -206,21 +204,16 @@ def extensions(
         "by_length": values.choice("batchBy", {"arrival": False, "length": True}, fills_rows),
         "threads": values.integer("workerThreads", 0, least=0),
         "artifact": values.of_operator(
-            "artifact", "", ("", *archive.names).__contains__, "a file of the archive"
+            "artifact", "", Kind(("", *archive.names).__contains__, "a file of the archive")
         ),
-        "network": values.of_operator(
-            "network",
-            settings.network_of(is_sealed),
-            ("none", "all").__contains__,
-            "none or all",
-        ),
-        "files": values.of_operator(
-            "files", settings.files, ("own", "all").__contains__, "own or all"
-        ),
+        "network": values.of_operator("network", settings.network_of(is_sealed), NETWORK),
+        "files": values.of_operator("files", settings.files, FILES),
         "capacity_rps": values.number("tunedRate", 0),
-        "keeps_answers": values.of_operator("cacheAnswers", False, _is_bool, "true or false"),
-        "is_pinned": values.of_operator("pinned", False, _is_bool, "true or false"),
-        "ignored_headers": values.operators_headers("cacheIgnores"),
+        "keeps_answers": values.of_operator("cacheAnswers", False, BOOLEAN),
+        "is_pinned": values.of_operator("pinned", False, BOOLEAN),
+        "ignored_headers": tuple(
+            name.lower() for name in values.of_operator("cacheIgnores", [], HEADERS)
+        ),
     }
 
 
@@ -239,6 +232,26 @@ def _parse(archive: Archive, file: str | None) -> dict[str, Any]:
         return parse_model_config(archive.read(file), file)
     except ValueError as error:
         raise BadModelConfig(str(error)) from error
+
+
+def _are_headers(value: object) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(name, str) and _HEADER_NAME.fullmatch(name) for name in value
+    )
+
+
+class Kind(NamedTuple):
+    """What a value may be."""
+
+    is_right: Callable[[Any], bool]
+    expected: str
+    """The same in words."""
+
+
+BOOLEAN = Kind(lambda value: isinstance(value, bool), "true or false")
+NETWORK = Kind(("none", "all").__contains__, "none or all")
+FILES = Kind(("own", "all").__contains__, "own or all")
+HEADERS = Kind(_are_headers, "a list of names of headers")
 
 
 class Values:
@@ -271,7 +284,7 @@ class Values:
     @classmethod
     def of(
         cls, archive: Archive, settings: Settings, name: str | None, is_lenient: bool = False
-    ) -> Values:
+    ) -> "Values":
         """Read the archive's file, and what the settings say of a model of this name.
 
         Raises:
@@ -306,15 +319,13 @@ class Values:
         for problem in unknown:
             logger.warning("%s", problem)
 
-    def _checked(
-        self, key: str, default: Any, is_right: Callable[[Any], bool], expected: str
-    ) -> Any:
+    def _checked(self, key: str, default: Any, kind: Kind) -> Any:
         """Return what is said of a key; the default where nothing is, or, leniently, if wrong."""
         self._known.add(key)
         value = self.values.get(key, default)
-        if key not in self.values or is_right(value):
+        if key not in self.values or kind.is_right(value):
             return value
-        problem = f"{self.file}: {key}: expected {expected}, got {value!r}"
+        problem = f"{self.file}: {key}: expected {kind.expected}, got {value!r}"
         if not self._is_lenient:
             raise BadModelConfig(problem)
         logger.warning("%s; it is left out", problem)
@@ -322,62 +333,39 @@ class Values:
 
     def integer(self, key: str, default: N, least: int) -> N:
         """Return a whole number that is no less than `least`."""
-        value: N = self._checked(
-            key,
-            default,
-            lambda value: type(value) is int and value >= least,
-            f"a whole number from {least} up",
-        )
+        kind = Kind(lambda value: type(value) is int and value >= least,
+                    f"a whole number from {least} up")  # fmt: skip
+        value: N = self._checked(key, default, kind)
         return value
 
     def at_least_1(self, key: str) -> int:
         """Return 0 where nothing is said; what is written below 1 means 1."""
-        value = self._checked(
-            key, None, lambda value: value is None or type(value) is int, "a whole number"
-        )
+        kind = Kind(lambda value: value is None or type(value) is int, "a whole number")
+        value = self._checked(key, None, kind)
         return 0 if value is None else max(1, value)
 
     def number(self, key: str, default: float, most: float = math.inf) -> float:
         """Return a number from 0 to `most`, and finite."""
-        value = self._checked(
-            key,
-            default,
+        kind = Kind(
             lambda value: type(value) in (int, float) and 0 <= value <= most and value < math.inf,
             "a number from 0 up" if most == math.inf else f"a number from 0 to {most:g}",
         )
-        return float(value)
+        return float(self._checked(key, default, kind))
 
     def boolean(self, key: str, default: bool) -> bool:
         """Return true or false."""
-        return bool(self._checked(key, default, _is_bool, "true or false"))
+        return bool(self._checked(key, default, BOOLEAN))
 
     def choice(self, key: str, meanings: dict[str, T], default: T) -> T:
         """Return what one of the words means."""
-        words = (None, *meanings)
-        value = self._checked(key, None, words.__contains__, " or ".join(meanings))
+        kind = Kind((None, *meanings).__contains__, " or ".join(meanings))
+        value = self._checked(key, None, kind)
         return default if value is None else meanings[value]
 
-    def of_operator(
-        self, key: str, default: Any, is_right: Callable[[Any], bool], expected: str
-    ) -> Any:
+    def of_operator(self, key: str, default: Any, kind: Kind) -> Any:
         """Return what the settings say of the model; what the archive says is not asked."""
         self._known.add(key)
         value = self._settings.get(key, default)
-        if not is_right(value):
-            raise BadModelConfig(f"model_settings: {key}: expected {expected}, got {value!r}")
+        if not kind.is_right(value):
+            raise BadModelConfig(f"model_settings: {key}: expected {kind.expected}, got {value!r}")
         return value
-
-    def operators_headers(self, key: str) -> tuple[str, ...]:
-        """Return names of headers, in lower case, that the settings list."""
-        names = self.of_operator(key, [], _are_headers, "a list of names of headers")
-        return tuple(name.lower() for name in names)
-
-
-def _is_bool(value: object) -> bool:
-    return isinstance(value, bool)
-
-
-def _are_headers(value: object) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(name, str) and _HEADER_NAME.fullmatch(name) for name in value
-    )

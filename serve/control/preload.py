@@ -3,8 +3,6 @@
 A guess changes how long a start takes, and never what is answered.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Callable, Iterable
@@ -73,7 +71,7 @@ def choose_preload(
     return Preload((*modules, "program") if programs else modules, tuple(own))
 
 
-def start_fork_server(policy: Policy) -> None:
+def start_fork_server(policy: "Policy") -> None:
     """Give the policy a fork server, unless the settings turn it off.
 
     If a model of the start needs torch, the fork server is started here and imports torch, which

@@ -1,7 +1,5 @@
 """Register, scale and remove model versions: at the start of a server, and while it runs."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc
@@ -17,22 +15,16 @@ from pathlib import Path
 from weakref import WeakValueDictionary
 
 from modelyard.archiver import Archive, ArchiveError, open_archive
+from modelyard.serve import errors
 from modelyard.serve.control import sizing
-from modelyard.serve.control.build import Builder, admit, expose
+from modelyard.serve.control.build import Admitted, Builder, admit, expose
 from modelyard.serve.control.demand import Demand
 from modelyard.serve.control.model_config import ModelSpec, Options
 from modelyard.serve.control.registry import ModelVersion, Registry
 from modelyard.serve.dataplane.budget import AnswerBudget
 from modelyard.serve.dataplane.metrics import Metrics
 from modelyard.serve.dataplane.pool import Pool
-from modelyard.serve.errors import (
-    CleanupTimedOut,
-    LoadFailed,
-    ServeError,
-    StorageFull,
-    Unavailable,
-    is_disk_full,
-)
+from modelyard.serve.errors import ServeError, is_disk_full
 from modelyard.serve.policy import Policy
 
 GARBAGE_S = 1.0
@@ -122,40 +114,37 @@ class Lifecycle:
             with archive:
                 if check is not None:
                     check(archive)
-                return await self._add(archive, is_fetched, spec, allocator, waits, saves)
+                admitted = await asyncio.to_thread(admit, archive, spec, self.policy, is_fetched)
+                return await self._add(admitted, allocator, waits, saves)
         except BaseException as error:
             if isinstance(error, ArchiveError | ServeError):
                 self.registry.tell("not registered", spec.name or spec.shown, "", str(error))
             if is_fetched:
                 file.unlink(missing_ok=True)
-            if is_disk_full(error) and not isinstance(error, StorageFull):
+            if is_disk_full(error) and not isinstance(error, errors.StorageFull):
                 root = self.policy.state.root
-                raise StorageFull(f"{error}; the disk of {root} is full") from error
+                raise errors.StorageFull(f"{error}; the disk of {root} is full") from error
             raise
 
     async def _add(
         self,
-        archive: Archive,
-        is_fetched: bool,
-        spec: ModelSpec,
+        admitted: Admitted,
         allocator: sizing.StartupAllocator | None,
         waits: bool,
         saves: bool,
     ) -> ModelVersion:
-        name, config, unproven = await asyncio.to_thread(admit, archive, spec, self.policy)
+        spec, config, name = admitted.spec, admitted.config, admitted.name
+        version = admitted.archive.manifest.model_version
         if allocator and self.policy.is_strict:
-            allocator.claim(name, archive.manifest.model_version, spec.shown)
+            allocator.claim(name, version, spec.shown)
         share = allocator.allocate if allocator else partial(self._beside, name)
         size = await self.policy.size(spec, config, name, share)
-        config = replace(config, threads=size.threads)
+        admitted = replace(admitted, config=replace(config, threads=size.threads))
         async with self._counted(name, size.total_threads), self._lock(name):
-            self.registry.refuse_duplicate(name, archive.manifest.model_version)
-            async with self._builder.build(archive, name, spec, config, is_fetched) as model:
+            self.registry.refuse_duplicate(name, version)
+            async with self._builder.build(admitted) as model:
                 if self._demand is not None:
                     self._demand.watch(model)
-                if unproven:
-                    model.unproven = unproven
-                    model.metrics.doubt(unproven.reason)
                 try:
                     async with self._starting(model.pool):
                         if self._demand is None or config.is_pinned or (waits and not allocator):
@@ -170,7 +159,7 @@ class Lifecycle:
                                 await self._save_soon()
                 except BaseException as error:
                     model.metrics.remove()
-                    if isinstance(error, LoadFailed):
+                    if isinstance(error, errors.LoadFailed):
                         error.model = name, model.version
                     raise
         if config.explains_early:
@@ -195,15 +184,14 @@ class Lifecycle:
         spec = ModelSpec(model.file, model.name, options=model.options)
         archive = await asyncio.to_thread(open_archive, file)
         with archive:
-            name, config, _ = await asyncio.to_thread(admit, archive, spec, self.policy)
-            config = replace(config, threads=model.config.threads)
-            async with self._lock(name):
+            admitted = await asyncio.to_thread(admit, archive, spec, self.policy)
+            config = replace(admitted.config, threads=model.config.threads)
+            async with self._lock(model.name):
                 self.registry.refuse_gone(model)
                 self.registry.refuse_held(model)
-                building = self._builder.build(archive, name, spec, config, metrics=model.metrics)
-                async with building as fresh:
+                admitted = replace(admitted, config=config, unproven=model.unproven)
+                async with self._builder.build(admitted, model.metrics) as fresh:
                     fresh.file, fresh.url, fresh.digest = model.file, model.url, model.digest
-                    fresh.unproven = model.unproven
                     if self._demand is not None:
                         self._demand.watch(fresh)
                     async with self._starting(fresh.pool):
@@ -265,7 +253,9 @@ class Lifecycle:
                 async with asyncio.timeout(model.config.startup_timeout_s):
                     await stack.enter_async_context(self._demand.place(model.pool))
             except TimeoutError as error:
-                raise Unavailable("every model that is loaded has requests, and stays") from error
+                raise errors.Unavailable(
+                    "every model that is loaded has requests, and stays"
+                ) from error
             yield
 
     @asynccontextmanager
@@ -348,7 +338,7 @@ class Lifecycle:
                 async with asyncio.timeout(self.policy.unregister_timeout_s):
                     await self._end(model, self._settings.drain_timeout_s)
             except TimeoutError as error:
-                raise CleanupTimedOut(
+                raise errors.CleanupTimedOut(
                     f"Timed out while cleaning resources: {model.name}"
                 ) from error
         logger.info("%s unregistered", model.pool.plan.label)

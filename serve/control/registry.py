@@ -1,7 +1,5 @@
 """Model name → versions → state. A table without I/O; the only owner of the default version."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,7 +20,7 @@ from modelyard.serve.errors import Conflict, DefaultVersion, ModelNotFound, Vers
 class Split(Protocol):
     """What sends the requests for one model that name no version to one of two."""
 
-    def choose(self, id: str, headers: Iterable[tuple[bytes, bytes]]) -> ModelVersion:
+    def choose(self, id: str, headers: Iterable[tuple[bytes, bytes]]) -> "ModelVersion":
         """Return the version that answers a request of this id and these headers."""
 
 
@@ -200,11 +198,6 @@ class Registry:
         if self.get(model.name, model.version) is not model:
             raise VersionNotFound(model.name, model.version)
 
-    def refuse_default(self, model: ModelVersion) -> None:
-        """Raise DefaultVersion when the version is the default and not the only one."""
-        if self.is_default(model) and len(self._models[model.name]) > 1:
-            raise DefaultVersion(f"Cannot remove default version for model {model.name}")
-
     def refuse_held(self, model: ModelVersion) -> None:
         """Raise Conflict when a version is held."""
         if model.held:
@@ -241,8 +234,9 @@ class Registry:
         """Forget a version."""
         self.refuse_gone(model)
         self.refuse_held(model)
-        self.refuse_default(model)
         versions = self._models[model.name]
+        if self.is_default(model) and len(versions) > 1:
+            raise DefaultVersion(f"Cannot remove default version for model {model.name}")
         del versions[model.version]
         if not versions:
             del self._models[model.name], self._defaults[model.name]

@@ -5,8 +5,6 @@ is written anew with it, its workers load and answer the golden requests, and th
 place of the old. Where one of these fails, the old ones go on.
 """
 
-from __future__ import annotations
-
 import asyncio
 import filecmp
 import logging
@@ -79,7 +77,7 @@ class Reloader:
         changed = {
             name: path
             for name, path in own.items()
-            if not await asyncio.to_thread(_is_same, path, model.folder / name)
+            if not await asyncio.to_thread(filecmp.cmp, path, model.folder / name, shallow=False)
         }
         if not changed:
             return
@@ -133,7 +131,3 @@ class Reloader:
             for place, inner, files in os.walk(folder):
                 inner[:] = [n for n in inner if n not in _PASSED_OVER and not n.startswith(".")]
                 yield from (Path(place, name) for name in files)
-
-
-def _is_same(path: Path, other: Path) -> bool:
-    return filecmp.cmp(path, other, shallow=False)

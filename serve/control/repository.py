@@ -4,7 +4,7 @@ As the Open Inference Protocol has it. Changes are off unless the settings allow
 reach them where they infer.
 """
 
-from __future__ import annotations
+from dataclasses import dataclass, field
 
 from modelyard.archiver.untrusted.names import check_name
 from modelyard.serve.control.model_config import ModelSpec
@@ -12,26 +12,22 @@ from modelyard.serve.control.register import Lifecycle
 from modelyard.serve.errors import FileNotInStore, Forbidden, ModelNotFound
 
 
+@dataclass(eq=False)
 class Repository:
-    """What may be loaded, and who asks for it by name.
+    """What may be loaded, and who asks for it by name."""
 
-    Args:
-        is_open: whether models may be loaded and unloaded.
-        setting: what says so, for messages.
-    """
-
-    def __init__(self, lifecycle: Lifecycle, is_open: bool, setting: str = "allow_load") -> None:
-        self._setting = setting
-        self._lifecycle = lifecycle
-        self._registry = lifecycle.registry
-        self._is_open = is_open
-        self._unloaded: dict[str, list[tuple[str, ModelSpec]]] = {}
-        """Version that was served and how, of models by name; the default version first."""
+    lifecycle: Lifecycle
+    is_open: bool
+    """Whether models may be loaded and unloaded."""
+    setting: str = "allow_load"
+    """What says so, for messages."""
+    _unloaded: dict[str, list[tuple[str, ModelSpec]]] = field(default_factory=dict)
+    """Version that was served and how, of models by name; the default version first."""
 
     def index(self, only_ready: bool = False) -> list[dict[str, str]]:
         """Return every model version and its state; those that were unloaded among them."""
         found = []
-        for model in self._registry:
+        for model in self.lifecycle.registry:
             state, reason = model.state
             if state == "READY" or not only_ready:
                 found.append(_entry(model.name, model.version, state, reason))
@@ -55,18 +51,18 @@ class Repository:
         self._check(name)
         check_name(name)
         if self._is_served(name):
-            for model in self._registry.versions(name):
+            for model in self.lifecycle.registry.versions(name):
                 if not model.pool.slots:
-                    await self._lifecycle.scale(model, model.pool.least or 1)
+                    await self.lifecycle.scale(model, model.pool.least or 1)
             return
         for each in list(self._unloaded.get(name, ())):
-            await self._lifecycle.add(each[1], None, waits=True, saves=True)
+            await self.lifecycle.add(each[1], None, waits=True, saves=True)
             self._unloaded[name].remove(each)
         if not self._is_served(name):
             try:
-                await self._lifecycle.register(name, name)
+                await self.lifecycle.register(name, name)
             except FileNotInStore:  # as another policy names files, whole
-                await self._lifecycle.register(f"{name}.mar", name)
+                await self.lifecycle.register(f"{name}.mar", name)
 
     async def unload(self, name: str) -> None:
         """Remove all versions of a model, whose archives stay in the store.
@@ -76,17 +72,18 @@ class Repository:
             ModelNotFound, ServeError.
         """
         self._check(name)
-        versions = self._registry.versions(name)
-        for model in sorted(versions, key=self._registry.is_default):  # the default one goes last
+        registry = self.lifecycle.registry
+        # The default one goes last.
+        for model in sorted(registry.versions(name), key=registry.is_default):
             spec = ModelSpec(model.url, name, model.pool.least or None, options=model.options)
-            await self._lifecycle.unregister(model)
+            await self.lifecycle.unregister(model)
             self._unloaded.setdefault(name, []).insert(0, (model.version, spec))
 
     def _check(self, name: str) -> None:
-        if self._is_open:
+        if self.is_open:
             return
         reason = (
-            f"This API loads and unloads nothing: the setting {self._setting} is off. The "
+            f"This API loads and unloads nothing: the setting {self.setting} is off. The "
             "management API registers and removes models"
         )
         if not self._is_served(name):
@@ -94,7 +91,7 @@ class Repository:
         raise Forbidden(reason)
 
     def _is_served(self, name: str) -> bool:
-        return any(model.name == name for model in self._registry)
+        return any(model.name == name for model in self.lifecycle.registry)
 
 
 def _entry(name: str, version: str, state: str, reason: str) -> dict[str, str]:

@@ -1,7 +1,5 @@
 """The walls around the workers of each model version: planned when it is built, gone with it."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os
@@ -16,15 +14,8 @@ from pathlib import Path
 from modelyard.archiver.untrusted.names import SHARED_FOLDER
 from modelyard.serve.errors import StartError
 from modelyard.serve.settings import Settings
-from modelyard.serve.walls import mounts, places
-from modelyard.serve.walls.measures import (
-    LACKING,
-    UP,
-    Measure,
-    examine,
-    reading_capability,
-    why_one_user,
-)
+from modelyard.serve.walls import measures, mounts, places
+from modelyard.serve.walls.measures import Measure
 from modelyard.serve.walls.raising import Walls
 
 logger = logging.getLogger(__name__)
@@ -35,7 +26,7 @@ USER = "modelyard"
 
 def examine_machine(settings: Settings) -> list[Measure]:
     """Return every wall around workers, and whether it stands here."""
-    return examine(
+    return measures.examine(
         settings.state_dir, settings.uids, map(str, settings.read_paths), settings.sandbox
     )
 
@@ -46,18 +37,18 @@ def check_machine(settings: Settings) -> list[Measure]:
     Raises:
         StartError: one is, and the setting `require_sandbox` asks for all.
     """
-    measures = examine_machine(settings)
-    lacking = [each for each in measures if each.status == LACKING]
+    found = examine_machine(settings)
+    lacking = [each for each in found if each.status == measures.LACKING]
     if lacking and settings.require_sandbox:
         reasons = "; ".join(f"{each.name}: {each.found}" for each in lacking)
         raise StartError(f"--require-sandbox: not every wall around workers stands: {reasons}")
-    for each in measures if settings.sandbox else ():
-        if each.status != UP:
-            level = logging.WARNING if each.status == LACKING else logging.INFO
+    for each in found if settings.sandbox else ():
+        if each.status != measures.UP:
+            level = logging.WARNING if each.status == measures.LACKING else logging.INFO
             logger.log(level, "workers have no wall for %s: %s", each.name, each.found)
     if not settings.sandbox:
         logger.warning("workers have no walls: an archive may do what the server may (sandbox)")
-    return measures
+    return found
 
 
 class Sandbox:
@@ -65,7 +56,7 @@ class Sandbox:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._uids = settings.uids if why_one_user(settings.uids) is None else None
+        self._uids = settings.uids if measures.why_one_user(settings.uids) is None else None
         self._has_mounts = settings.sandbox and mounts.why_not() is None
         self._taken: dict[Path, int] = {}
         self._taking = threading.Lock()
@@ -107,7 +98,9 @@ class Sandbox:
         )
         if uid is None:
             return walls
-        return replace(walls, uid=uid, groups=self._groups, capability=reading_capability())
+        return replace(
+            walls, uid=uid, groups=self._groups, capability=measures.reading_capability()
+        )
 
     def forget(self, folder: Path) -> None:
         """Remove a version's folders, and take back its user. Blocking."""

@@ -1,7 +1,5 @@
 """What a server serves, in its state folder: read at the start, written at each change."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging
@@ -49,7 +47,7 @@ def _read(state: StateDir, is_trial: bool) -> tuple[list[ModelSpec], dict[str, A
             models = content["models"]
             if (schema := content.get("schema", SCHEMA)) > SCHEMA:
                 raise ValueError(f"its schema is {schema}, this version reads {SCHEMA}")
-            known = [_parse(entry) for entry in models if _is_entry(entry)]
+            known = [spec for entry in models if (spec := _parse(entry)) is not None]
             if len(known) < len(models):
                 logger.error("%s: %d of %d entries make no sense and are left out", file,
                              len(models) - len(known), len(models))  # fmt: skip
@@ -65,7 +63,7 @@ def _read(state: StateDir, is_trial: bool) -> tuple[list[ModelSpec], dict[str, A
     return [], {}
 
 
-def describe_models(registry: Registry) -> dict[str, Any]:
+def describe_models(registry: "Registry") -> dict[str, Any]:
     """Return what the file is to hold of a registry as it is now."""
     models = [
         {
@@ -114,24 +112,16 @@ def write_specs(state: StateDir, specs: Iterable[ModelSpec]) -> None:
     write_json(state.models_file, {"schema": SCHEMA, "models": models})
 
 
-def _is_entry(entry: Any) -> bool:
-    """Return whether a line can be restored."""
-    return (
+def _parse(entry: Any) -> ModelSpec | None:
+    """Return what a line names; None where it cannot be restored."""
+    if not (
         isinstance(entry, dict)
-        and isinstance(entry.get("file"), str)
-        and isinstance(entry.get("name"), str | None)
-        and isinstance(entry.get("digest"), str | None)
+        and isinstance(file := entry.get("file"), str)
+        and isinstance(name := entry.get("name"), str | None)
+        and isinstance(digest := entry.get("digest"), str | None)
         and isinstance(workers := entry.get("workers"), int | None)
         and 0 <= (workers or 0) <= MOST_WORKERS
-    )
-
-
-def _parse(entry: dict[str, Any]) -> ModelSpec:
+    ):
+        return None
     is_default = bool(entry.get("default"))
-    return ModelSpec(
-        entry["file"],
-        entry.get("name"),
-        entry.get("workers"),
-        is_default=is_default,
-        digest=entry.get("digest"),
-    )
+    return ModelSpec(file, name, workers, is_default=is_default, digest=digest)

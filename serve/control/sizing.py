@@ -5,8 +5,6 @@ one thread answered more than one of two on every model that was measured, and a
 collapses when anything else runs on its cores (1256 answers a second became 71, decision 0029).
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """Files of the state folder: written whole or not at all."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

@@ -1,7 +1,5 @@
 """Model name or file name → archive in the model store: a zip, a gzip'ed tar or a folder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from urllib.parse import quote
 

@@ -4,8 +4,6 @@ Every redirect is vetted as the first URL was, and the connection goes to an add
 vetted. Proxies of the environment are not used for HTTP and registries.
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 import contextlib
@@ -21,7 +19,7 @@ import ssl
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import urlencode, urljoin
@@ -320,9 +318,7 @@ class _Registry:
     def _ask(
         self, path: str, headers: Mapping[str, str]
     ) -> AbstractContextManager[http.client.HTTPResponse]:
-        base = self._base
-        url = Url(base.scheme, base.host, base.port, path, "")
-        sent = {**headers, **self._authorization}
+        url, sent = replace(self._base, path=path), {**headers, **self._authorization}
         return _get(url, sent, self._rules, self._limits, self._addresses)
 
     def _answer(self, challenge: str) -> str:

@@ -5,8 +5,6 @@ there is no second reading of the text. A host's name is resolved once, and all 
 vetted.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import re
 import socket

@@ -8,11 +8,10 @@ Nothing waits in vain: a job is refused at once when its answer is not to be exp
 leaves the queue when its client does.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import islice
 from time import monotonic
 
@@ -34,6 +33,7 @@ LOOK_AGAIN_S = 0.02
 """Time from one look to the next, so that a flood of refusals costs little."""
 
 
+@dataclass(eq=False)
 class Batcher:
     """The queue of one model version and kind. Lives on the event loop.
 
@@ -41,49 +41,39 @@ class Batcher:
 
     With `gathers_bursts` only a burst waits for company, the first after at least the delay without
     work; once that was in vain no job of this queue waits again.
-
-    Args:
-        call_bytes: value of `lengths.CALL_BYTES`, for batches of like length; None takes jobs in
-            order.
-        shares: shares of the classes of requests, as `Classes` has them.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        kind: int,
-        metrics: KindMetrics,
-        run: RunConfig,
-        call_bytes: int | None = None,
-        shares: Sequence[int] = SHARES,
-    ) -> None:
-        self._call_bytes = call_bytes
-        self._engine = engine
-        self._kind = kind
-        self._metrics = metrics
-        self._run = run
-        self._delay_s = run.batch_delay_ms / 1000
+    engine: Engine
+    kind: int
+    metrics: KindMetrics
+    run: RunConfig
+    call_bytes: int | None = None
+    """Value of `lengths.CALL_BYTES`, for batches of like length; None takes jobs in order."""
+    shares: Sequence[int] = SHARES
+    """Shares of the classes of requests, as `Classes` has them."""
+
+    def __post_init__(self) -> None:
+        self._delay_s = self.run.batch_delay_ms / 1000
         """How long a job may wait for company; 0 once that was in vain in a queue for bursts."""
         self.handed_over_at = -math.inf
         """Time of `time.monotonic()` when a replica got jobs last."""
-        self._shares = shares
         self._queue: Line | Classes = Line()
         """Classes are told apart as soon as a request says that it is of another than most."""
         self._class_metrics: Sequence[Histogram] = ()
         """Class → how long its requests waited."""
         self._loop = asyncio.get_running_loop()
-        self._admission = Admission(engine, kind, run.batch_size)
+        self._admission = Admission(self.engine, self.kind, self.run.batch_size)
         self._look_again_at = 0.0
         self.changes = 0
         """How often room was made: what was refused before may be taken since."""
         self._armed: asyncio.Handle | None = None
         self._timer: asyncio.TimerHandle | None = None
-        metrics.watch("queue_length", lambda: self._queue.rows)
+        self.metrics.watch("queue_length", lambda: self._queue.rows)
 
     @property
     def waiting(self) -> int:
         """Rows in the queue, those included that were handed over early."""
-        return self._queue.rows + self._engine.handed_over()
+        return self._queue.rows + self.engine.handed_over()
 
     @property
     def queued(self) -> int:
@@ -93,7 +83,7 @@ class Batcher:
     @property
     def is_short(self) -> bool:
         """Whether less waits than the next batch takes."""
-        return self._queue.rows < self._run.batch_size
+        return self._queue.rows < self.run.batch_size
 
     @property
     def oldest_s(self) -> float:
@@ -104,8 +94,8 @@ class Batcher:
     @property
     def remaining(self) -> int:
         """Requests of a row that the queue still takes of the class that most are of."""
-        waiting = self._queue.held(NORMAL, 1) + self._engine.handed_over()
-        return max(0, self._run.queue_size - waiting)
+        waiting = self._queue.held(NORMAL, 1) + self.engine.handed_over()
+        return max(0, self.run.queue_size - waiting)
 
     @property
     def queued_by_class(self) -> tuple[int, ...]:
@@ -151,13 +141,13 @@ class Batcher:
         if self._is_full(rows, priority):
             self._drop_left(now)
             if self._is_full(rows, priority):
-                text = f"the queue is full ({self._run.queue_size} requests wait); try again later"
-                self._metrics.refused_full.inc()
+                text = f"the queue is full ({self.run.queue_size} requests wait); try again later"
+                self.metrics.refused_full.inc()
                 raise QueueFull(text, self._wait_s(priority, now, timeout_s))
-        if (reason := self._engine.why_none) is not None:
+        if (reason := self.engine.why_none) is not None:
             raise Unavailable(reason, retry_after_s=5)
-        if self._run.needs_ticket and self._engine.idle_count <= len(self._queue):
-            self._metrics.refused_full.inc()
+        if self.run.needs_ticket and self.engine.idle_count <= len(self._queue):
+            self.metrics.refused_full.inc()
             text = "no worker is idle, and this model lets nobody wait"
             raise QueueFull(text, self._wait_s(priority, now, timeout_s))
         if not must_fit:
@@ -172,22 +162,22 @@ class Batcher:
                 raise self._too_late(timeout_s, excess_s)
 
     def _is_full(self, rows: int, priority: int) -> bool:
-        waiting = self._queue.held(priority, rows) + self._engine.handed_over()
-        return waiting > 0 and waiting + rows > self._run.queue_size
+        waiting = self._queue.held(priority, rows) + self.engine.handed_over()
+        return waiting > 0 and waiting + rows > self.run.queue_size
 
     def _tell_classes_apart(self, normal: Line) -> None:
-        self._queue = Classes(self._shares, normal, self._rows_per_s)
-        self._class_metrics = self._metrics.watch_classes(lambda: self.queued_by_class)
+        self._queue = Classes(self.shares, normal, self._rows_per_s)
+        self._class_metrics = self.metrics.watch_classes(lambda: self.queued_by_class)
 
     def _rows_per_s(self) -> float:
         """Return how many rows all replicas serve; infinite while that is unknown."""
-        job_s = self._engine.job_s(self._kind)
-        return max(1, self._engine.ready_count) / job_s if job_s else math.inf
+        job_s = self.engine.job_s(self.kind)
+        return max(1, self.engine.ready_count) / job_s if job_s else math.inf
 
     def put(self, job: Call) -> None:
         """Queue a job that `check` let pass just now, unless it is known to end workers."""
-        if (poison := self._engine.poison) and (error := poison.refusal(job)) is not None:
-            self._metrics.refused_poison.inc()
+        if (poison := self.engine.poison) and (error := poison.refusal(job)) is not None:
+            self.metrics.refused_poison.inc()
             job.fail(error)
             return
         self._queue.append(job)
@@ -209,11 +199,11 @@ class Batcher:
         while self._queue:
             if self._must_gather():
                 return
-            replica = self._engine.pick(self._kind)
+            replica = self.engine.pick(self.kind)
             if replica is None:
                 return
-            share = math.ceil(self._queue.rows / max(1, self._engine.ready_count))
-            if jobs := self._take(replica, min(replica.capacity(self._kind), share)):
+            share = math.ceil(self._queue.rows / max(1, self.engine.ready_count))
+            if jobs := self._take(replica, min(replica.capacity(self.kind), share)):
                 self.changes += 1
                 replica.run(jobs)
                 self.handed_over_at = jobs[0].taken_at
@@ -251,11 +241,11 @@ class Batcher:
 
     def _take(self, replica: Replica, count: int) -> list[Call]:
         """Take up to `count` jobs, the oldest always among them."""
-        if self._call_bytes is None:
+        if self.call_bytes is None:
             return self._take_from(self._queue, replica, count)
         jobs = self._take_from(self._queue, replica, 1)
         if jobs:
-            alike = self._remove_alike(jobs[0], count, self._call_bytes)
+            alike = self._remove_alike(jobs[0], count, self.call_bytes)
             jobs += self._take_from(alike, replica, count)
         return jobs
 
@@ -278,7 +268,7 @@ class Batcher:
         jobs: list[Call] = []
         rows = 0
         rest_s = replica.rest_s(now)
-        batch_s = self._engine.batch_s(self._kind)
+        batch_s = self.engine.batch_s(self.kind)
         answered_at = now + rest_s + batch_s if batch_s else now
         while queue and (rows + queue[0].rows <= count or (count > 0 and not jobs)):
             job = queue.popleft()
@@ -295,7 +285,7 @@ class Batcher:
                 job.fail(self._too_late(job.timeout_s, answered_at - job.deadline))
                 continue
             job.taken_at = now
-            self._metrics.queue_time.observe(waited)
+            self.metrics.queue_time.observe(waited)
             if self._class_metrics:
                 self._class_metrics[job.priority].observe(waited)
             jobs.append(job)
@@ -304,9 +294,9 @@ class Batcher:
 
     def _must_gather(self) -> bool:
         """Return whether the first job still waits for company, and wake up when it has waited."""
-        if not self._delay_s or self._queue.rows >= self._run.batch_size:
+        if not self._delay_s or self._queue.rows >= self.run.batch_size:
             return False
-        gathers_bursts = self._run.gathers_bursts
+        gathers_bursts = self.run.gathers_bursts
         if gathers_bursts and self._queue[0].queued_at - self.handed_over_at < self._delay_s:
             return False
         until = min(self._admission.gathers_until(job, self._delay_s) for job in self._queue)
@@ -324,7 +314,7 @@ class Batcher:
 
     def _too_late(self, timeout_s: float, excess_s: float) -> TooLate:
         """Count a refusal and return what to say."""
-        self._metrics.refused_late.inc()
+        self.metrics.refused_late.inc()
         return TooLate(
             f"no answer is to be expected within the request's {timeout_s:.3g} s; try again later",
             max(1, math.ceil(excess_s)),

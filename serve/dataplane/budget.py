@@ -1,7 +1,5 @@
 """How much memory the server process gives to answers and bodies, and who waits for it."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from collections.abc import Callable

@@ -5,8 +5,6 @@ submits it with the body; from there on it is a job in the queue of its model ve
 the error, goes to the call's sink.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections import deque
@@ -178,7 +176,7 @@ class ReplySink(Protocol):
 class MovableSink(ReplySink, Protocol):
     """A sink whose call another model version may answer."""
 
-    def move(self, call: Call) -> bool:
+    def move(self, call: "Call") -> bool:
         """Take the reply to another call in place of this one's, if its client named no version."""
 
 
@@ -198,7 +196,7 @@ class Model(Protocol):
     """The model version that a call is for."""
 
     @property
-    def batchers(self) -> Sequence[Batcher]:
+    def batchers(self) -> "Sequence[Batcher]":
         """Batchers by kind of call."""
 
     @property
@@ -226,7 +224,7 @@ class Call:
     """Flags of `wire`, beside what the kind says."""
     must_fit: bool = True
     """Whether it is refused as soon as its answer cannot be expected by the deadline."""
-    trace: Trace | None = None
+    trace: "Trace | None" = None
     """Trace of the request, where it is sampled."""
     priority: int = NORMAL
     """Its class."""
@@ -242,7 +240,7 @@ class Call:
     retried: bool = field(default=False, init=False)
     rows: int = field(default=1, init=False)
     """Rows that it fills of a batch; known when the body is there."""
-    lookup: Lookup | None = field(default=None, init=False)
+    lookup: "Lookup | None" = field(default=None, init=False)
     """Lookup in the cache of answers."""
     stream: Stream | None = field(default=None, init=False)
     """Once the first chunk of its answer has come."""

@@ -4,8 +4,6 @@ Whoever waits for another process judges it by this: what came while nobody coul
 late.
 """
 
-from __future__ import annotations
-
 from time import monotonic
 
 STOOD_STILL_S = 0.5

@@ -5,11 +5,10 @@ added to a counter's name, no `_created` series stands beside it, and every list
 a comma.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from modelyard.serve.dataplane.metrics import GAUGE, HISTOGRAM, TYPES, Family, Values
@@ -95,28 +94,22 @@ def read_records(records: object) -> Iterator[Record]:
         logger.warning("%d of %d records of a worker are left out (%s)", refused, len(given), first)
 
 
+@dataclass(eq=False)
 class HandlerMetrics:
-    """What handlers measure. A metric's declaration, else its first record, decides what it is.
+    """What handlers measure. A metric's declaration, else its first record, decides what it is."""
 
-    Args:
-        hostname: the value of the label `Hostname`, which each metric has.
-        declared: families that exist from the start.
-        detects: whether a metric that was not declared is taken.
-        reserved: names that handlers cannot use.
-    """
+    hostname: str
+    """The value of the label `Hostname`, which each metric has."""
+    declared: Iterable[Recorded] = ()
+    """Families that exist from the start."""
+    detects: bool = True
+    """Whether a metric that was not declared is taken."""
+    reserved: Collection[str] = ()
+    """Names that handlers cannot use."""
 
-    def __init__(
-        self,
-        hostname: str,
-        declared: Iterable[Recorded] = (),
-        detects: bool = True,
-        reserved: Collection[str] = (),
-    ) -> None:
-        self._hostname = hostname
-        self._detects = detects
-        self._reserved = reserved
+    def __post_init__(self) -> None:
         self._refused: set[str] = set()
-        self.families = {family.name: family for family in declared}
+        self.families = {family.name: family for family in self.declared}
 
     def reported(self, records: object, seconds: float) -> None:
         """Take what a handler measured in one batch, which its worker had for `seconds`."""
@@ -130,7 +123,7 @@ class HandlerMetrics:
     def record(self, record: Record) -> None:
         """Take one record; one that cannot be taken is left out, with a warning."""
         name, value, kind = record.name, record.value, record.kind
-        dimensions = {"Hostname": self._hostname, **record.dimensions}
+        dimensions = {"Hostname": self.hostname, **record.dimensions}
         family = self.families.get(name)
         if family is None:
             if (reason := self._why_not(name, kind, dimensions)) is not None:
@@ -151,12 +144,12 @@ class HandlerMetrics:
 
     def _why_not(self, name: str, kind: str, labels: Iterable[str]) -> str | None:
         """Return why a metric that nobody declared is not taken, or None."""
-        if not self._detects:
+        if not self.detects:
             return (
                 "it is not declared; add it to model_metrics of the metrics configuration, or set "
                 "model_metrics_auto_detect=true"
             )
-        if name in self._reserved or name.startswith("modelyard_"):
+        if name in self.reserved or name.startswith("modelyard_"):
             return "the server has a metric of this name"
         if not _NAME.fullmatch(name) or not all(map(_LABEL.fullmatch, labels)):
             return "Prometheus has no such names; use letters, digits and underscores"

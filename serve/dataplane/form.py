@@ -1,7 +1,5 @@
 """The parts of a multipart body: workers read all of them, a route of the server may need one."""
 
-from __future__ import annotations
-
 from email.message import Message
 
 import python_multipart

@@ -4,8 +4,6 @@ A batch of texts is filled up to its longest, and what fills it costs as much as
 requests share a batch only where the call that is saved is worth more than the padding.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 

@@ -3,8 +3,6 @@
 Threads write them: neither a slow disk nor a reader that has stopped holds up whoever logs.
 """
 
-from __future__ import annotations
-
 import asyncio
 import atexit
 import contextlib
@@ -12,6 +10,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -68,39 +67,33 @@ def files() -> WriterThread:
     return WriterThread("log-files")
 
 
+@dataclass(eq=False)
 class LogFile:
     """A file that is put aside when it is full: FILE.1 is the newest of those.
-
-    Args:
-        file: its folder is made.
-        max_bytes: its size; None never puts it aside.
-        keep: files put aside; beyond that the oldest goes.
-        appends: whether what is there stays.
-        on_open: called with the descriptor of each file that is opened.
 
     Raises:
         OSError: it cannot be opened.
     """
 
-    def __init__(
-        self,
-        file: Path,
-        max_bytes: int | None,
-        keep: int,
-        appends: bool = True,
-        on_open: Callable[[int], object] = lambda descriptor: None,
-    ) -> None:
-        self.file = file
-        self._max_bytes = max_bytes
-        self._keep = keep
-        self._on_open = on_open
-        self._descriptor = -1
-        file.parent.mkdir(parents=True, exist_ok=True)
-        self._open(0 if appends else os.O_TRUNC)
+    file: Path
+    """Its folder is made."""
+    max_bytes: int | None
+    """Its size; None never puts it aside."""
+    keep: int
+    """Files put aside; beyond that the oldest goes."""
+    appends: bool = True
+    """Whether what is there stays."""
+    on_open: Callable[[int], object] = lambda descriptor: None
+    """Called with the descriptor of each file that is opened."""
+    _descriptor = -1
+
+    def __post_init__(self) -> None:
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        self._open(0 if self.appends else os.O_TRUNC)
 
     def append(self, data: bytes) -> int:
         """Write lines, and return how many were lost; a file is full after a whole line."""
-        limit, lost = self._max_bytes, 0
+        limit, lost = self.max_bytes, 0
         while limit is not None and self._size + len(data) >= limit:
             end = data.find(b"\n", max(0, limit - self._size - 1)) + 1 or len(data)
             lost += self._put(data[:end])
@@ -120,7 +113,7 @@ class LogFile:
             os.close(self._descriptor)
         self._descriptor = descriptor
         self._size = os.fstat(self._descriptor).st_size
-        self._on_open(descriptor)
+        self.on_open(descriptor)
 
     def _put(self, data: bytes) -> int:
         self._size += len(data)
@@ -140,7 +133,7 @@ class LogFile:
         Raises:
             OSError: it cannot be renamed.
         """
-        make_room(lambda index: Path(f"{self.file}.{index}"), self._keep)
+        make_room(lambda index: Path(f"{self.file}.{index}"), self.keep)
         self.file.replace(f"{self.file}.1")
 
 

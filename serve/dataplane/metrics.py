@@ -1,7 +1,5 @@
 """Every metric's name, unit and labels (Prometheus)."""
 
-from __future__ import annotations
-
 import asyncio
 import platform
 import socket
@@ -289,7 +287,7 @@ class Metrics:
     """The metrics of one server. Labels come from registered models only, so they are bounded."""
 
     def __init__(
-        self, recorder: HandlerMetrics | None = None, observer: CallObserver | None = None
+        self, recorder: "HandlerMetrics | None" = None, observer: CallObserver | None = None
     ) -> None:
         from modelyard.serve.dataplane.exposition import HandlerMetrics  # builds on this module
 
@@ -364,7 +362,7 @@ class VersionMetrics:
         """Expose why nobody has proven what runs here."""
         self._metrics["model_unproven"].count(*self._labels, reason).value = 1
 
-    def watch_cache(self, answers: VersionAnswers) -> None:
+    def watch_cache(self, answers: "VersionAnswers") -> None:
         """Read what came of looking for answers that are kept, at each scrape."""
         metrics, labels = self._metrics, self._labels
         metrics["cache_bytes"].watch(lambda: answers.held, *labels)

@@ -5,8 +5,6 @@ an end by the server. A worker that was killed may have lacked memory for the re
 else meant it: it takes four of these.
 """
 
-from __future__ import annotations
-
 import math
 from time import monotonic
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Restart, scale and feed the workers of one model version."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import logging
@@ -213,7 +211,9 @@ class Pool:
         """Answer what was accepted, as far as the time allows, and end all workers."""
         deadline = self._loop.time() + drain_timeout_s
         # A worker that is being replaced serves what waits, unless it cannot be loaded any more.
-        while self._loop.time() < deadline and self._is_busy and self.why_none is None:
+        while self._loop.time() < deadline and self.why_none is None:
+            if not self.is_awaited and not any(worker.flight for worker in self.workers):
+                break
             await asyncio.sleep(0.02)
         self._is_stopping, self.load = True, None
         self.refuse(errors.Draining("the model is being removed"))
@@ -233,10 +233,6 @@ class Pool:
     def is_awaited(self) -> bool:
         """Whether requests wait for a worker."""
         return bool(self._retries) or any(batcher.waiting for batcher in self._batchers)
-
-    @property
-    def _is_busy(self) -> bool:
-        return self.is_awaited or any(slot.worker and slot.worker.flight for slot in self.slots)
 
     @property
     def is_idle(self) -> bool:

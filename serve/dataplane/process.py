@@ -6,8 +6,6 @@ process's own child, so that it is watched, and ends, as any other: the fork ser
 a worker noticing.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -22,7 +20,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -236,9 +234,23 @@ class Preload:
     """Keys of what it imports once nobody waits for a worker: what those that explain will need."""
 
     @property
-    def whole(self) -> Preload:
+    def whole(self) -> "Preload":
         """What is imported before workers are forked that explain, too."""
         return Preload((*self.modules, *self.later), self.own)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """How a worker's process is started."""
+
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """All of its variables."""
+    niceness: int = 0
+    """0 to 19, the higher the sooner others go first."""
+    fork_server: "ForkServer | None" = None
+    """What forks it, where there is one."""
+    preload: Preload | None = None
+    """What is imported before; None starts it afresh."""
 
 
 class ForkServer:
@@ -260,22 +272,15 @@ class ForkServer:
         self._backoff = Backoff()
         self._not_before = 0.0
 
-    async def fork(
-        self,
-        preload: Preload,
-        environment: Mapping[str, str],
-        descriptors: Sequence[int],
-        niceness: int,
-    ) -> ChildProcess | None:
+    async def fork(self, launch: Launch, descriptors: Sequence[int]) -> ChildProcess | None:
         """Return a new worker, or None where one must be started in another way.
 
         Args:
-            preload: what is imported before.
-            environment: all of the worker's variables.
+            launch: with what is imported before.
             descriptors: its socket, standard output and standard error.
-            niceness: niceness as `ChildProcess` takes it.
         """
-        request = {**asdict(preload), "environment": environment}
+        assert launch.preload is not None
+        request = {**asdict(launch.preload), "environment": launch.environment}
         reply: asyncio.Future[ChildProcess | None] = asyncio.get_running_loop().create_future()
         try:
             control = self._control or self._start()
@@ -283,7 +288,7 @@ class ForkServer:
         except OSError as error:
             logger.info("a worker is started afresh: %s", error)
             return None
-        self._waiting.append((reply, niceness))
+        self._waiting.append((reply, launch.niceness))
         expect(1)
         try:
             async with asyncio.timeout(REPLY_S):
@@ -387,37 +392,28 @@ class ForkServer:
                 reply.set_result(None)
 
 
-async def start_process(
-    fork_server: ForkServer | None,
-    preload: Preload | None,
-    environment: Mapping[str, str],
-    descriptors: tuple[int, int, int],
-    niceness: int = 0,
-) -> ChildProcess:
+async def start_process(launch: Launch, descriptors: tuple[int, int, int]) -> ChildProcess:
     """Return a new worker process, forked where that can be.
 
     Args:
-        fork_server: what forks it, where there is one.
-        preload: what is imported before; None starts it afresh.
-        environment: all of its variables.
+        launch: how it is started.
         descriptors: its socket, standard output and standard error.
-        niceness: niceness as `ChildProcess` takes it.
 
     Raises:
         OSError: it cannot be started.
     """
-    if fork_server is not None and preload is not None:
-        forked = await fork_server.fork(preload, environment, descriptors, niceness)
+    if launch.fork_server is not None and launch.preload is not None:
+        forked = await launch.fork_server.fork(launch, descriptors)
         if forked is not None:
             return forked
     connection, stdout, stderr = descriptors
     return spawn(
         [*worker_command(), str(connection)],
-        environment,
+        launch.environment,
         stdout=stdout,
         stderr=stderr,
         pass_fds=[connection],
-        niceness=niceness,
+        niceness=launch.niceness,
         end=wire.END,
     )
 

@@ -9,8 +9,6 @@ Within a class the job whose time ends first is first. `Admission` has the estim
 refusal: whether an answer is to be expected in its time.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence

@@ -4,8 +4,6 @@ Whether a request is traced is decided here, before OpenTelemetry does anything:
 four spans 400 with their export. Spans of waiting and of workers are made after the answer.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import re
@@ -55,11 +53,6 @@ class Parent(NamedTuple):
     flags: int
     state: str
 
-    @property
-    def is_sampled(self) -> bool:
-        """Whether the client's own trace is kept."""
-        return bool(self.flags & 1)
-
 
 def read_parent(headers: Iterable[tuple[bytes, bytes]]) -> Parent | None:
     """Return the parent that headers name; None where they name none, several, or a malformed one.
@@ -106,7 +99,7 @@ class Sampling:
         if parent is None:
             return random.random() < self.share
         if self.by_parent:
-            return parent.is_sampled
+            return bool(parent.flags & 1)  # whether the client's own trace is kept
         return (parent.trace_id & 0xFFFF_FFFF_FFFF_FFFF) < round(self.share * 2**64)
 
 
@@ -139,7 +132,7 @@ class Batch:
 
     worker_pid: int
     size: int
-    traces: list[Trace] = field(default_factory=list)
+    traces: "list[Trace]" = field(default_factory=list)
     """Those of its requests that are traced."""
 
 
@@ -153,7 +146,7 @@ class Trace:
         describe: description of the request's protocol.
     """
 
-    def __init__(self, tracer: Tracer, span: Span, began_at: float, describe: Describe) -> None:
+    def __init__(self, tracer: "Tracer", span: "Span", began_at: float, describe: Describe) -> None:
         self._tracer = tracer
         self._span = span
         self._describe = describe
@@ -229,7 +222,7 @@ class Trace:
         began_at: float,
         ended_at: float,
         attributes: Attributes | None = None,
-        links: Sequence[SpanContext] = (),
+        links: "Sequence[SpanContext]" = (),
     ) -> None:
         from opentelemetry.trace import Link, set_span_in_context
 
@@ -258,7 +251,7 @@ class Tracing:
         sampling: which requests it is given.
     """
 
-    def __init__(self, provider: TracerProvider, sampling: Sampling) -> None:
+    def __init__(self, provider: "TracerProvider", sampling: Sampling) -> None:
         self._provider = provider
         self._sampling = sampling
         self._tracer = provider.get_tracer("modelyard", version("modelyard"))

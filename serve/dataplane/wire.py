@@ -19,8 +19,6 @@ was busy with the batch; 0 where it does not know. In a job `queue` is when it w
 Everywhere else they are 0.
 """
 
-from __future__ import annotations
-
 import json
 import signal
 import struct

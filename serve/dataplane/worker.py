@@ -5,8 +5,6 @@ else could open, and its end of file is the worker's death. Async ends here; in 
 blocking code.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging
@@ -14,8 +12,8 @@ import math
 import os
 import signal
 import socket
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -27,7 +25,7 @@ from modelyard.serve.dataplane import wire
 from modelyard.serve.dataplane.budget import Share
 from modelyard.serve.dataplane.call import EXPLAIN, PREDICT, Call, Reply, ReplySink, Stream
 from modelyard.serve.dataplane.log_file import LogFile, LogWriter, Pipe
-from modelyard.serve.dataplane.process import ChildProcess, ForkServer, Preload, start_process
+from modelyard.serve.dataplane.process import ChildProcess, Launch, start_process
 from modelyard.serve.dataplane.tracing import Batch
 from modelyard.serve.dataplane.wire import Buffer
 from modelyard.serve.walls.kernel import children
@@ -168,7 +166,7 @@ class RunConfig:
 
 
 @dataclass(frozen=True)
-class WorkerPlan:
+class WorkerPlan(Launch):
     """What every worker of a model version is started with."""
 
     label: str
@@ -179,22 +177,14 @@ class WorkerPlan:
     run: RunConfig
     max_answer_bytes: int
     """Size of one answer, or of one chunk of it."""
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """All variables of the workers."""
     log_stem: str = "worker"
     """Stem of the log files' names."""
-    niceness: int = 0
-    """Niceness of the processes: 0 to 19, the higher the sooner others go first."""
-    fork_server: ForkServer | None = None
-    """What forks the workers, where there is one."""
-    preload: Preload | None = None
-    """What it imports before; None where each worker is started afresh."""
 
 
 class Worker(asyncio.BufferedProtocol):
     """One worker process and the server's end of its socket."""
 
-    def __init__(self, pool: Pool, number: int, id: int) -> None:
+    def __init__(self, pool: "Pool", number: int, id: int) -> None:
         self.started_at = datetime.now(UTC)
         self._pool = pool
         self.plan = pool.plan
@@ -284,9 +274,7 @@ class Worker(asyncio.BufferedProtocol):
             undo.callback(output.finish)
             fds = (theirs.fileno(), output.stdout, output.stderr)
             try:
-                process = await start_process(
-                    plan.fork_server, plan.preload, plan.environment, fds, plan.niceness
-                )
+                process = await start_process(plan, fds)
             finally:
                 output.close()
             undo.pop_all()

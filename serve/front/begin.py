@@ -6,8 +6,6 @@ Faces only translate: HTTP's requests and gRPC's calls hand over a `CallReply`, 
 answer goes, and get a `Call`, to which they give the body. So all are admitted and refused alike.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import math
@@ -15,6 +13,7 @@ import re
 import secrets
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from time import monotonic
 from typing import Any, Protocol
@@ -117,41 +116,31 @@ class Extensions:
             submit(whole)
 
 
+@dataclass(eq=False)
 class Front:
-    """Makes calls of requests: the one implementation for every face and dialect.
+    """Makes calls of requests: the one implementation for every face and dialect."""
 
-    Args:
-        state: shared with the server.
-        rephrase: returns the dialect's error for one of ours, given the target's path.
-        tracing: what traces requests; None where nobody asked for that.
-        check_right: whether a request may have high priority, the right `priority`.
-        take_quota: counts a request among those of its token; raises QuotaUsed where it is one too
-            many. None: nothing limits them.
-    """
+    registry: Registry
+    metrics: Metrics
+    state: ServerState
+    """Shared with the server."""
+    rephrase: Callable[[Exception, list[str]], Exception] = lambda error, path: error
+    """Returns the dialect's error for one of ours, given the target's path."""
+    tracing: Tracing | None = None
+    """What traces requests; None where nobody asked for that."""
+    check_right: CheckRight = let_everybody
+    """Whether a request may have high priority, the right `priority`."""
+    take_quota: Callable[[Headers], Release | None] | None = None
+    """Counts a request among those of its token; raises QuotaUsed where it is one too many. None:
+    nothing limits them."""
 
-    def __init__(
-        self,
-        registry: Registry,
-        metrics: Metrics,
-        state: ServerState,
-        rephrase: Callable[[Exception, list[str]], Exception] = lambda error, path: error,
-        tracing: Tracing | None = None,
-        check_right: CheckRight = let_everybody,
-        take_quota: Callable[[Headers], Release | None] | None = None,
-    ) -> None:
-        self.registry = registry
-        self.state = state
-        self.rephrase = rephrase
-        self.tracing = tracing
-        self.observer = metrics.observer
+    def __post_init__(self) -> None:
+        self.observer = self.metrics.observer
         self.extensions = Extensions()
-        self._unrouted = metrics["unrouted_requests"]
-        self._check_right = check_right
-        self._take_quota = take_quota
 
     def begin(
         self,
-        reply: CallReply,
+        reply: "CallReply",
         *,
         timeout_s: float = math.inf,
         waited_s: float = 0.0,
@@ -197,8 +186,8 @@ class Front:
                 model.batchers[PREDICT].check(
                     timeout_s, must_fit, monotonic(), waited_s, priority=priority
                 )
-            if self._take_quota is not None:
-                asked.release = self._take_quota(asked.headers)
+            if self.take_quota is not None:
+                asked.release = self.take_quota(asked.headers)
         except (
             errors.BadRequest,
             errors.Forbidden,
@@ -217,11 +206,11 @@ class Front:
 
     def check_high(self, headers: Headers) -> None:
         """Raise Forbidden unless a request with these headers may go before others."""
-        self._check_right("priority", headers)
+        self.check_right("priority", headers)
 
     def count_unrouted(self, status: int) -> None:
         """Count the answer to a request that has become no call, by its HTTP status."""
-        self._unrouted.count(str(status)).inc()
+        self.metrics["unrouted_requests"].count(str(status)).inc()
 
     def find(self, target: Target, id: str, headers: Headers) -> ModelVersion:
         """Return the model version that a request asks for, and take note of the request.

@@ -1,7 +1,5 @@
 """What is asked of models beside their answers: is one ready, and what does it take and give."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from modelyard.archiver.signature import OIP_DATATYPES

@@ -6,13 +6,12 @@ What differs between dialects is handed in: the token check, the form of answers
 requests are calls, and what answers the others.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from modelyard.archiver import ArchiveError
@@ -71,41 +70,32 @@ def check_changes(
     return check
 
 
+@dataclass(frozen=True)
 class TokenCheck:
-    """Refuses requests without a token, and those whose token has not the right.
+    """Refuses requests without a token, and those whose token has not the right."""
 
-    Args:
-        grants: the tokens, or None to let everybody in.
-        right: returns the right that a path needs; None where any token will do.
-        open_paths: paths that need none.
-        is_open: whether requests of this machine that show no token pass.
-    """
-
-    def __init__(
-        self,
-        grants: Grants | None,
-        right: Callable[[str], str | None],
-        open_paths: Iterable[str] = (),
-        is_open: bool = False,
-    ) -> None:
-        self._grants = grants
-        self._right = right
-        self._open_paths = frozenset(open_paths)
-        self._is_open = is_open
+    grants: Grants | None
+    """The tokens; None lets everybody in."""
+    right: Callable[[str], str | None]
+    """Returns the right that a path needs; None where any token will do."""
+    open_paths: Collection[str] = ()
+    """Paths that need none."""
+    is_open: bool = False
+    """Whether requests of this machine that show no token pass."""
 
     def __call__(self, path: str, headers: Headers) -> None:
         """Raise Unauthorized or Forbidden unless the request may pass."""
-        if self._grants is not None and path not in self._open_paths:
-            self.check_right(self._right(path), headers)
+        if self.grants is not None and path not in self.open_paths:
+            self.check_right(self.right(path), headers)
 
     def check_right(self, right: str | None, headers: Headers) -> None:
         """Raise Unauthorized or Forbidden unless a token of the headers has a right, or any."""
-        why = why_checked(headers) if self._is_open else b""
-        if self._grants is None or (self._is_open and not why):
+        why = why_checked(headers) if self.is_open else b""
+        if self.grants is None or (self.is_open and not why):
             return
         unfit = None
         for token in bearer_tokens(headers):
-            grant = find_grant(self._grants(), token)
+            grant = find_grant(self.grants(), token)
             if grant is not None and (right is None or right in grant.rights):
                 if right == "manage":
                     ACTOR.set(grant.name)
@@ -139,38 +129,26 @@ def error_answer(error: Exception, id: str) -> Answer:
     return status, headers, body
 
 
+@dataclass(eq=False)
 class Answers:
-    """How the answers of an API are made and sent.
+    """How the answers of an API are made and sent."""
 
-    Args:
-        state: shared with the server.
-        form_error: status, headers and body for an error and a request id.
-        id_pattern: what of a client's own request ids is taken.
-        more_headers: on every answer, beside the common ones.
-        closes_after_errors: whether a connection ends with an error.
-        on_status: called with the status of every answer.
-        cors: which pages of elsewhere may read the answers; None: none.
-    """
-
-    def __init__(
-        self,
-        state: ServerState,
-        form_error: Callable[[Exception, str], Answer] = error_answer,
-        id_pattern: re.Pattern[bytes] = REQUEST_ID,
-        more_headers: Headers | None = None,
-        closes_after_errors: bool = False,
-        on_status: Callable[[int], None] | None = None,
-        cors: Cors | None = None,
-    ) -> None:
-        self.cors = cors
-        self._form_error = form_error
-        self._state = state
-        self.id_pattern = id_pattern
-        self._common = [*COMMON_HEADERS, *(more_headers or ())]
-        self._closes_after_errors = closes_after_errors
-        self._on_status = on_status
-        self._kept: dict[tuple[object, ...], Any] = {}
-        """Heads and refusals that were made before."""
+    state: ServerState
+    """Shared with the server."""
+    form_error: Callable[[Exception, str], Answer] = error_answer
+    """Returns status, headers and body for an error and a request id."""
+    id_pattern: re.Pattern[bytes] = REQUEST_ID
+    """What of a client's own request ids is taken."""
+    more_headers: Sequence[tuple[bytes, bytes]] = ()
+    """On every answer, beside the common ones."""
+    closes_after_errors: bool = False
+    """Whether a connection ends with an error."""
+    on_status: Callable[[int], None] | None = None
+    """Called with the status of every answer."""
+    cors: Cors | None = None
+    """Which pages of elsewhere may read the answers; None: none."""
+    _kept: dict[tuple[object, ...], Any] = field(default_factory=dict)
+    """Heads and refusals that were made before."""
 
     def request_id(self, headers: Headers) -> str:
         """Return the client's own request id where it has the right form, else a new one."""
@@ -180,7 +158,7 @@ class Answers:
         """Return status, headers and body for an error; what nobody declared goes to the log."""
         if not isinstance(error, (errors.ServeError, ArchiveError)):
             logger.error("request %s", id, exc_info=error, extra={"request_id": id})
-        return self._form_error(error, id)
+        return self.form_error(error, id)
 
     def begin(self, cycle: RequestResponseCycle | None, id: str, status: int) -> Headers:
         """Count an answer, and return the headers that every answer of this status has."""
@@ -190,7 +168,7 @@ class Answers:
         return self._common_of(cycle, id.encode())
 
     def _common_of(self, cycle: RequestResponseCycle | None, id: bytes) -> Headers:
-        common = [(b"x-request-id", id), *self._common]
+        common = [(b"x-request-id", id), *COMMON_HEADERS, *self.more_headers]
         if cycle is None:
             return common
         if cycle.served is not None:
@@ -199,12 +177,12 @@ class Answers:
 
     def _close_after(self, cycle: RequestResponseCycle, status: int) -> None:
         """Have the connection end with this answer, where it is to."""
-        if self._state.is_draining or (self._closes_after_errors and status >= 400):
+        if self.state.is_draining or (self.closes_after_errors and status >= 400):
             cycle.keeps_alive = False
 
     def send(
         self, cycle: RequestResponseCycle, status: int, headers: Fields,
-        body: Payload | Stream | Events,
+        body: "Payload | Stream | Events",
     ) -> None:  # fmt: skip
         """Send an answer: in one piece, or by a task where that cannot be done.
 
@@ -274,8 +252,8 @@ class Answers:
 
     def count(self, status: int) -> None:
         """Count an answer."""
-        if self._on_status is not None:
-            self._on_status(status)
+        if self.on_status is not None:
+            self.on_status(status)
 
     def _keep(self, key: tuple[object, ...], made: T) -> T:
         if len(self._kept) >= PREPARED:
@@ -395,54 +373,45 @@ class Calls(Protocol):
         """Count the answer to a request that has become no call."""
 
 
+@dataclass(eq=False)
 class Application:
-    """One API.
+    """One API."""
 
-    Args:
-        check: the token check; it comes before everything, so that no route can forget it.
-        answers: their form.
-        route: what answers requests that are not calls.
-        calls: what makes calls; None where there are none.
-    """
-
-    def __init__(
-        self,
-        check: Check,
-        answers: Answers,
-        route: Route,
-        calls: Calls | None = None,
-    ) -> None:
-        self._check = check
-        self._answers = answers
-        self._route = route
-        self._calls = calls
+    check: Check
+    """The token check; it comes before everything, so that no route can forget it."""
+    answers: Answers
+    """Their form."""
+    route: Route
+    """What answers requests that are not calls."""
+    calls: Calls | None = None
+    """What makes calls; None where there are none."""
 
     def accept(self, cycle: RequestResponseCycle) -> None:
         """Begin to answer a request, whose head is there and whose body may come later."""
-        id = cycle.id = request_id(cycle.headers, self._answers.id_pattern)
-        calls, target = self._calls, None
-        if (cors := self._answers.cors) is not None:
+        id = cycle.id = request_id(cycle.headers, self.answers.id_pattern)
+        calls, target = self.calls, None
+        if (cors := self.answers.cors) is not None:
             preflight = cors.preflight(cycle.method, cycle.headers)
             if preflight is not None:
-                self._answers.send(cycle, 200, preflight, b"")
+                self.answers.send(cycle, 200, preflight, b"")
                 return
         try:
             target = calls.target(cycle) if calls is not None else None
-            self._check(cycle.path, cycle.headers)
+            self.check(cycle.path, cycle.headers)
             if calls is None or target is None:
-                self._route(cycle, id)
+                self.route(cycle, id)
             else:
                 calls.begin(cycle, target)
         except Exception as error:
-            answer = self._answers.error(error, id)
+            answer = self.answers.error(error, id)
             if calls is not None and target is not None:
                 calls.count_unrouted(answer[0])
-            self._answers.send(cycle, *answer)
+            self.answers.send(cycle, *answer)
 
     def refuse(self, error: Exception, cycle: RequestResponseCycle | None) -> Answer:
         """Return the last answer on a connection, to what is not a request, or to its body."""
-        answer = self._answers.refuse(error, cycle)
-        calls = self._calls
+        answer = self.answers.refuse(error, cycle)
+        calls = self.calls
         large = cycle if isinstance(error, errors.BodyTooLarge) else None
         if large is not None and calls is not None and calls.target(large) is not None:
             calls.count_unrouted(answer[0])

@@ -6,8 +6,6 @@ Nothing is timed on the way of a request: the listener asks each connection now 
 `check`, whether its client is too slow.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import socket
@@ -139,13 +137,13 @@ class Pace:
 class Accepts(Protocol):
     """What answers requests: an application, or several on one port."""
 
-    def accept(self, cycle: RequestResponseCycle) -> None:
+    def accept(self, cycle: "RequestResponseCycle") -> None:
         """Begin to answer a request, whose head is there and whose body may come later.
 
         It raises nothing. The answer comes now or later, by `send_whole` or from a task (`run`).
         """
 
-    def refuse(self, error: Exception, cycle: RequestResponseCycle | None) -> Answer:
+    def refuse(self, error: Exception, cycle: "RequestResponseCycle | None") -> Answer:
         """Return the last answer on a connection, to what is not a request, or to its body."""
 
 
@@ -222,7 +220,7 @@ class RequestResponseCycle:
     _missing = 0
     """Bytes of the answer that its Content-Length still promises."""
 
-    def __init__(self, connection: Connection, head: Head) -> None:
+    def __init__(self, connection: "Connection", head: Head) -> None:
         self.connection = connection
         self.transport = connection.transport
         self.head = head
@@ -335,23 +333,8 @@ class RequestResponseCycle:
             RuntimeError: it is not HTTP.
         """
         await self.connection.drain()
-        if not self.has_left:
-            self._send_head(status, headers)
-
-    async def write(self, body: Payload, is_more: bool = False) -> None:
-        """Send a part of the body.
-
-        Raises:
-            RuntimeError: the body is not as long as the head says, or over.
-        """
-        await self.connection.drain()
         if self.has_left:
             return
-        if not self.is_started or self.is_complete:
-            raise RuntimeError("a part of a body before its head, or after its end")
-        self._send_part(body, is_more)
-
-    def _send_head(self, status: int, headers: Headers) -> None:
         if self.is_started:
             raise RuntimeError("a second head")
         own: Headers = []
@@ -382,7 +365,17 @@ class RequestResponseCycle:
         self._write(head)
         self.status = status
 
-    def _send_part(self, body: Payload, is_more: bool) -> None:
+    async def write(self, body: Payload, is_more: bool = False) -> None:
+        """Send a part of the body.
+
+        Raises:
+            RuntimeError: the body is not as long as the head says, or over.
+        """
+        await self.connection.drain()
+        if self.has_left:
+            return
+        if not self.is_started or self.is_complete:
+            raise RuntimeError("a part of a body before its head, or after its end")
         if self.method == "HEAD" or self.status in BODILESS:
             pass  # a client would take it for its next answer
         elif self._is_answer_chunked:
@@ -523,12 +516,12 @@ class Connection(asyncio.Protocol):
     _is_bare = False
     """Whether what is refused asked for a head alone."""
 
-    def __init__(self, listener: Listener, accepted: socket.socket) -> None:
+    def __init__(self, listener: "Listener", accepted: socket.socket) -> None:
         self._listener = listener
         self._socket = accepted
         self.app, self.access, self.turns = listener.app, listener.access, listener.turns
         self.settings, self.budget = listener.settings, listener.budget
-        self._site, self.heads = listener.site, listener.heads
+        self._site, self.heads = listener.check_site, listener.heads
         self.loop = asyncio.get_running_loop()
         self._time = self.loop.time
         self._queue: deque[RequestResponseCycle] = deque()

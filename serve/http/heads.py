@@ -6,8 +6,6 @@ where its Content-Length alone says where the request ends; so what a client sen
 two ways. Clients that ask again what cannot be answered now are refused by their head alone.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -123,7 +121,7 @@ class Head:
         refusal = self.memo.refusal
         return refusal is not None and refusal.again.is_short()
 
-    def vary(self, places: Sequence[int], values: Sequence[bytes], length: int) -> Head:
+    def vary(self, places: Sequence[int], values: Sequence[bytes], length: int) -> "Head":
         """Return a head that is alike but for the values of some headers, and the length."""
         headers, spelled = self.headers.copy(), self.spelled.copy()
         for at, value in zip(places, values, strict=True):

@@ -4,8 +4,6 @@ Connections are accepted here and not by the loop: uvloop closes those that it h
 for, without an answer, and has no way to leave them in the kernel's queue for a while.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import errno
@@ -14,7 +12,7 @@ import logging
 import resource
 import socket
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -91,56 +89,45 @@ class Listening(Protocol):
         """Accept no more."""
 
 
+@dataclass(eq=False)
 class Listener:
     """A bound socket and the connections that it accepted.
 
     A connection more than there may be closes those that have been idle for longest; while all are
     busy, new ones wait in the kernel's queue.
 
-    Args:
-        app: the application that answers.
-        address: where to listen.
-        settings: settings of the server; None takes those of every default.
-        tls: returns certificate and key for the next client, of an address that asks for TLS.
-        access: called with each answer, for an access log.
-        site: site whose requests are refused; None decides by the address.
-        budget: budget of answers; None has one for this listener.
-        spares_descriptors: whether it leaves the last file descriptors to the others.
-        listening: a socket that is bound already, or what accepts like one.
-
     Raises:
         StartError: the address cannot be bound; the message says why and what to do.
     """
 
-    def __init__(
-        self,
-        app: Accepts,
-        address: Address,
-        settings: Settings | None = None,
-        tls: Tls | None = None,
-        access: Access | None = None,
-        site: SiteCheck | None = None,
-        budget: AnswerBudget | None = None,
-        spares_descriptors: bool = False,
-        listening: Listening | None = None,
-    ) -> None:
+    app: Accepts
+    """The application that answers."""
+    address: Address
+    """Where to listen; with the port that it got, once that is bound."""
+    settings: Settings = field(default_factory=Settings)
+    tls: Tls | None = None
+    """Returns certificate and key for the next client, of an address that asks for TLS."""
+    access: Access | None = None
+    """Called with each answer, for an access log."""
+    site: SiteCheck | None = None
+    """Site whose requests are refused; None decides by the address."""
+    budget: AnswerBudget = field(default_factory=AnswerBudget)
+    spares_descriptors: bool = False
+    """Whether it leaves the last file descriptors to the others."""
+    listening: Listening | None = None
+    """A socket that is bound already, or what accepts like one."""
+
+    def __post_init__(self) -> None:
         if not HAS_PARSER:
             raise StartError(
                 "httptools is not installed, and no other parser is strict enough to take its "
                 "place; install it: pip install httptools"
             )
-        self._socket: Listening
-        if listening is None:
-            self._socket, self.address = bind(address)
-        else:
-            self._socket, self.address = listening, address
-        self.app = app
-        self.settings = settings or Settings()
-        self._tls = tls if address.is_tls else None
-        self.access = access
-        self.site = site or SiteCheck(self.address)
-        self.budget = budget or AnswerBudget()
-        self._spares_descriptors = spares_descriptors
+        if self.listening is None:
+            self.listening, self.address = bind(self.address)
+        self._socket = self.listening
+        self._tls = self.tls if self.address.is_tls else None
+        self.check_site = self.site or SiteCheck(self.address)
         self.connections: set[Connection] = set()
         self.heads = Heads(self.settings.max_request_bytes)
         self._opening: set[asyncio.Task[None]] = set()
@@ -206,7 +193,7 @@ class Listener:
         if self._count >= self._room:
             self._make_room()
             return
-        for _ in range(self._accepts()):
+        for _ in range(ACCEPTS_WHILE_BEHIND if self.turns.is_behind else ACCEPTS_PER_TURN):
             if self._count >= self._room:
                 return  # whether another one waits is not known yet
             try:
@@ -220,7 +207,7 @@ class Listener:
             if monotonic() < self.heads.refuses_until and self._refuses(accepted, client):
                 continue
             self._open(accepted)
-            if self._spares_descriptors and accepted.fileno() >= _descriptors():
+            if self.spares_descriptors and accepted.fileno() >= _descriptors():
                 self._room = max(1, self._count - 1)  # all lower numbers are in use
 
     def _refuses(self, accepted: socket.socket, client: Any) -> bool:
@@ -243,9 +230,6 @@ class Listener:
                 accepted.send(answer)
             return True
         return False
-
-    def _accepts(self) -> int:
-        return ACCEPTS_WHILE_BEHIND if self.turns.is_behind else ACCEPTS_PER_TURN
 
     @property
     def _count(self) -> int:

@@ -5,8 +5,6 @@ which the next request would come if all came evenly. Servers of one machine sha
 which a lock of the kernel guards and nobody waits for longer than a request takes to be counted.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import math

@@ -6,13 +6,12 @@ its reader's own machine, and read the answers too when it has its own name reso
 Host, Origin and Sec-Fetch-Site. Programs send the first of them only.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import re
 from collections.abc import Collection, Mapping
 
 from modelyard.serve.errors import Forbidden
+from modelyard.serve.front.begin import Headers
 from modelyard.serve.settings import Address
 
 ANY = "*"
@@ -22,7 +21,6 @@ KNOWN = 64
 """Values of Host that are kept once they have passed: clients of a server send few."""
 SHOWN = 200
 
-Headers = list[tuple[bytes, bytes]]
 Fields = Mapping[bytes, bytes]
 """The headers of a request, names in lower case."""
 

@@ -1,7 +1,5 @@
 """Certificate and private key of the addresses that start with https."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

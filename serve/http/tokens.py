@@ -7,8 +7,6 @@ The token itself is written nowhere. It has 256 random bits, or 32 characters at
 chose it, so that one round of SHA-256 hides it as well as many would.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 import secrets

@@ -6,8 +6,6 @@ back. Clients that ask again as fast as they are refused are read a little later
 would fill all time between two looks at the workers.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections import deque
@@ -33,20 +31,6 @@ IDLE_REFUSALS = 120
 """Clients of these that are read again in such a time while nobody waits."""
 TICK_S = 0.2
 """Time from one look at the clock to the next, which tells whether this process stood still."""
-
-
-def last_comes_first(waited_s: float, patience_s: float, taken: int) -> bool:
-    """Return whether of those who wait the last has its turn, for there is a flood.
-
-    It is one where in the order of arrival all would come too late. The last can still be answered
-    in their time, and among the others are those who left.
-
-    Args:
-        waited_s: wait of who waits longest.
-        patience_s: the shortest time within which a client wants its answer.
-        taken: how many have had their turn.
-    """
-    return waited_s > PATIENT_SHARE * patience_s and taken % OLDEST_EVERY != 0
 
 
 class Waiting(Protocol):
@@ -156,13 +140,16 @@ class Turns:
     def _take(self) -> Waiting:
         """Return whose turn it is: who waits longest, or under a flood mostly who came last.
 
-        That is among those of one address, whose turn it is among addresses.
+        That is among those of one address, whose turn it is among addresses. It is a flood where in
+        the order of arrival all would come too late: the last can still be answered in their time,
+        and among the others are those who left.
         """
         self._taken += 1
         self._count -= 1
         address = next(iter(self._waiting))
         queue = self._waiting.pop(address)
-        is_last = last_comes_first(monotonic() - queue[0][0], self._patience_s, self._taken)
+        is_flood = monotonic() - queue[0][0] > PATIENT_SHARE * self._patience_s
+        is_last = is_flood and self._taken % OLDEST_EVERY != 0
         _, taken = queue.pop() if is_last else queue.popleft()
         if queue:
             self._waiting[address] = queue

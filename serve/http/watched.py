@@ -1,7 +1,5 @@
 """Files that are read again when they have changed, while the server runs."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Calls to a running server, for the command line."""
 
-from __future__ import annotations
-
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,7 +97,7 @@ def call(
     query: dict[str, Any] | None = None,
     body: bytes | None = None,
     headers: dict[str, str] | None = None,
-) -> Answer:
+) -> "Answer":
     """Send one request, and return its answer of status 200 to 299.
 
     Args:

@@ -6,7 +6,7 @@ import mimetypes
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
 
 import typer
@@ -235,28 +235,22 @@ _SIDE = 24
 """Characters of the longest bar to each side."""
 
 
-class _Bar(NamedTuple):
-    name: str
-    shown: str
-    """The value that was sent."""
-    attribution: float
+Bar = tuple[str, str, float]
+"""Name, the value that was sent, and attribution."""
 
 
-def _bars(answer: dict[str, Any]) -> list[_Bar]:
+def _bars(answer: dict[str, Any]) -> list[Bar]:
     """Return the features of a row with their values, or the words of a text; the largest first."""
-    values = answer.get("values") or {}
-    bars = [
-        _Bar(name, str(values.get(name, "")), share)
-        for name, share in (answer.get("features") or {}).items()
-    ]
-    bars += [_Bar(each["word"], "", each["attribution"]) for each in answer.get("words", ())]
-    return sorted(bars, key=lambda bar: -abs(bar.attribution))
+    values, features = answer.get("values") or {}, answer.get("features") or {}
+    bars = [(name, str(values.get(name, "")), share) for name, share in features.items()]
+    bars += [(each["word"], "", each["attribution"]) for each in answer.get("words", ())]
+    return sorted(bars, key=lambda bar: -abs(bar[2]))
 
 
-def _print_bars(bars: list[_Bar]) -> None:
+def _print_bars(bars: list[Bar]) -> None:
     """Print bars to both sides: what lowers the output to the left, what raises it to the right."""
-    most = max(abs(bar.attribution) for bar in bars) or 1.0
-    has_negative = any(bar.attribution < 0 for bar in bars)
+    shares = [share for _, _, share in bars]
+    most, has_negative = max(map(abs, shares)) or 1.0, min(shares) < 0
     grid = Table.grid(padding=(0, 1))
     for at in range(4 + has_negative):
         grid.add_column(justify="left" if at in (0, 1, 3 + has_negative) else "right", no_wrap=True)
@@ -266,7 +260,6 @@ def _print_bars(bars: list[_Bar]) -> None:
         right = f"[red]{bar}[/red]" if share > 0 else ""
         sides = (left, right) if has_negative else (right,)
         grid.add_row(escape(name), escape(shown), words.signed(share), *sides)
-    if left_out := bars[MOST_BARS:]:
-        total = sum(bar.attribution for bar in left_out)
-        grid.add_row(f"{len(left_out)} others", "", words.signed(total))
+    if left_out := shares[MOST_BARS:]:
+        grid.add_row(f"{len(left_out)} others", "", words.signed(sum(left_out)))
     out.print(grid)

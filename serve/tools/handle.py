@@ -1,7 +1,5 @@
 """`serve`, as a program calls it: a server in the background, and what holds on to it."""
 
-from __future__ import annotations
-
 import json
 import logging
 import subprocess
@@ -37,7 +35,7 @@ class Server:
     """
 
     def __init__(
-        self, process: subprocess.Popen[str], about: dict[str, Any], settings: Settings
+        self, process: subprocess.Popen[str], about: dict[str, Any], settings: "Settings"
     ) -> None:
         self.url = str(about["inference"])
         self.about = about
@@ -48,13 +46,13 @@ class Server:
         ended = "" if self._process.poll() is None else ", stopped"
         return f"<Server {self.url}, pid {self._process.pid}{ended}>"
 
-    def __enter__(self) -> Server:
+    def __enter__(self) -> "Server":
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.stop()
 
-    def client(self, **options: Any) -> Client:
+    def client(self, **options: Any) -> "Client":
         """Return a client of it, with its token and certificate.
 
         Args:
@@ -178,7 +176,7 @@ SERVER = ("-m", "modelyard.serve.server")
 
 
 def start_detached(
-    settings: Settings,
+    settings: "Settings",
     state: StateDir,
     on_loading: Callable[[str, str], None],
     program: Sequence[str] = SERVER,

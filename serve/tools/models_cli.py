@@ -8,7 +8,7 @@ import typer
 from rich.markup import escape
 
 from modelyard.base.terminal import format_bytes, out, plain_table
-from modelyard.serve.cli import asks
+from modelyard.serve.cli import asks, show
 from modelyard.serve.errors import StartError
 
 if TYPE_CHECKING:
@@ -37,10 +37,7 @@ def _path(model: str) -> str:
 
 
 def _print(answer: Any, json_output: bool) -> None:
-    if json_output:
-        out.print_json(json.dumps(answer))
-    else:
-        out.print(escape(answer["status"]), soft_wrap=True)
+    show(answer, json_output, lambda said: out.print(escape(said["status"]), soft_wrap=True))
 
 
 def all_versions(at: "Endpoint") -> list[dict[str, Any]]:
@@ -90,11 +87,7 @@ def list_models(at: "Endpoint", json_output: bool) -> None:
 
     Example: modelyard models list
     """
-    models = all_versions(at)
-    if json_output:
-        out.print_json(json.dumps(models))
-    else:
-        print_models(models)
+    show(all_versions(at), json_output, print_models)
 
 
 @asks(models_app)
@@ -103,10 +96,10 @@ def describe(at: "Endpoint", json_output: bool, model: ModelArgument) -> None:
 
     Example: modelyard models describe digits
     """
-    found = ask(at, "GET", _path(model))
-    if json_output:
-        out.print_json(json.dumps(found))
-        return
+    show(ask(at, "GET", _path(model)), json_output, _print_versions)
+
+
+def _print_versions(found: list[dict[str, Any]]) -> None:
     for each in found:
         grid = plain_table(("", "left"), ("", "left"), show_header=False)
         workers = [*each.pop("workers"), *each.pop("explainWorkers", ())]

@@ -1,10 +1,8 @@
 """The commands `modelyard token new | list | remove`, which keep tokens that stay."""
 
-from __future__ import annotations
-
 import secrets
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -12,10 +10,10 @@ import typer
 from rich.markup import escape
 
 from modelyard.base.terminal import err, out, plain_table
-from modelyard.serve.cli import JsonOption, known_errors
+from modelyard.serve.cli import JsonOption, known_errors, show
 from modelyard.serve.control.state import write_file
 from modelyard.serve.errors import StartError, WrongUsage
-from modelyard.serve.http.tokens import RIGHTS, make_grant, parse_grants, read_token_file
+from modelyard.serve.http.tokens import RIGHTS, Grant, make_grant, parse_grants, read_token_file
 
 token_app = typer.Typer(
     help="Make tokens that stay, and keep their hashes in a file.",
@@ -80,20 +78,15 @@ def list_tokens(file: TokenFileArgument, json_output: JsonOption = False) -> Non
     """
     with known_errors():
         grants = read_token_file(file)
-    if json_output:
-        out.print_json(
-            data=[
-                {
-                    "name": g.name,
-                    "rights": sorted(g.rights),
-                    "sha256": g.digest.hex(),
-                    "rate": g.rate or None,
-                    "concurrent": g.at_once or None,
-                }
-                for g in grants
-            ]
-        )
-        return
+    found = [
+        {"name": grant.name, "rights": sorted(grant.rights), "sha256": grant.digest.hex(),
+         "rate": grant.rate or None, "concurrent": grant.at_once or None}
+        for grant in grants
+    ]  # fmt: skip
+    show(found, json_output, lambda _: _print_grants(grants))
+
+
+def _print_grants(grants: Iterable[Grant]) -> None:
     table = plain_table(("name", "left"), ("rights", "left"), ("sha256", "left"),
                         ("a second", "right"), ("at once", "right"))  # fmt: skip
     for grant in grants:

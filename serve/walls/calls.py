@@ -3,8 +3,6 @@
 Source: https://docs.kernel.org/userspace-api/seccomp_filter.html
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os
@@ -87,7 +85,8 @@ def _program(machine: str, has_network: bool, has_metadata: bool, pid: int) -> P
     column, architecture = _ARCHITECTURES[machine]
     program = [
         _load(_ARCHITECTURE_AT),
-        *_unless(_IF_EQUAL, architecture, [_refuse()]),
+        _instruction(_IF_EQUAL, architecture, 1, 0),  # passes over what follows
+        _refuse(),
         _load(_NUMBER_AT),
         *_if(_IF_AT_LEAST, _X32, [_refuse()]),
     ]
@@ -139,10 +138,6 @@ def _sockets() -> Program:
 
 def _if(test: int, value: int, then: Program) -> Program:
     return [_instruction(test, value, 0, len(then)), *then]
-
-
-def _unless(test: int, value: int, then: Program) -> Program:
-    return [_instruction(test, value, len(then), 0), *then]
 
 
 def _among(values: Iterable[int], then: Program) -> Program:

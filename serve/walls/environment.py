@@ -1,7 +1,5 @@
 """Which variables of the server's environment its workers get."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase

@@ -1,7 +1,5 @@
 """System calls that Python has no function for."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

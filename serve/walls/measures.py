@@ -1,7 +1,5 @@
 """Which walls this kernel, and the server's user, have."""
 
-from __future__ import annotations
-
 import os
 import platform
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -6,8 +6,6 @@ by whatever call, path or descriptor they are asked for.
 Source: mount_namespaces(7), user_namespaces(7), mount_setattr(2)
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import struct

@@ -1,7 +1,5 @@
 """The files that a worker needs, whatever it serves: the system's, Python's, the devices'."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Raise the walls around this process, and around whatever it will start."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import resource
@@ -39,7 +37,7 @@ class Walls:
     """What that user keeps."""
 
     @classmethod
-    def of_message(cls, message: dict[str, Any]) -> Walls:
+    def of_message(cls, message: dict[str, Any]) -> "Walls":
         """Return what `asdict` and JSON have made of one."""
         known: dict[str, Any] = {
             key: tuple(value) if isinstance(value, list) else value

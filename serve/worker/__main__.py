@@ -3,8 +3,6 @@
 `--parent PID` before it says whose child it must be: who dies while Python starts is not noticed.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import logging

@@ -11,8 +11,6 @@ dialect brings come before:
 3. put the archive's folder in front of the path and work there.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket
@@ -126,15 +124,14 @@ def _fail(connection: socket.socket, message: dict[str, Any], error: BaseExcepti
     """Log why the model cannot be served, and answer the server with one line of it."""
     traceback.print_exception(error)
     reason = load.describe(error, Path(message["folder"]))
-    failed = {"message": reason[:MOST_SAID], "out_of_memory": _lacks_memory(error),
+    # CUDA's own errors of memory are RuntimeErrors that name it.
+    lacks_memory = is_out_of_memory(error) or (
+        isinstance(error, RuntimeError) and "CUDA" in str(error)
+    )
+    failed = {"message": reason[:MOST_SAID], "out_of_memory": lacks_memory,
               "golden": isinstance(error, WrongAnswer)}  # fmt: skip
     connection.sendall(wire.encode_control(wire.FAILED, failed))
     return 1
-
-
-def _lacks_memory(error: BaseException) -> bool:
-    """Return whether a load failed for memory; CUDA's own errors are RuntimeErrors that name it."""
-    return is_out_of_memory(error) or (isinstance(error, RuntimeError) and "CUDA" in str(error))
 
 
 def check_archive(task_fd: int, result_fd: int) -> int:

@@ -29,8 +29,6 @@ The archiver has it run, for a dry run before an archive is written and to verif
                  or {"error": why the archive does not load}
 """
 
-from __future__ import annotations
-
 import json
 from base64 import b64decode, b64encode
 from collections.abc import Mapping
@@ -41,8 +39,7 @@ from typing import Any
 
 import numpy as np
 
-from modelyard.archiver.ranges import ranges_of
-from modelyard.archiver.reference import format_reference, make_reference, read_requests
+from modelyard.archiver.reference import format_reference, make_reference, ranges_of, read_requests
 from modelyard.base.answers import differences, pair_up
 from modelyard.handlers.errors import HandlerError, LoadError
 from modelyard.serve.dataplane import wire
@@ -69,10 +66,7 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
     message = {"batch_size": _batch_size(task), **task["load"], "worker": 1}
     service = load.load_service(message)
     seen: list[Any] = []
-    golden = [
-        _replay(service, example, i, seen, is_recorded=task["record"], inputs=task["inputs"])
-        for i, example in enumerate(task["golden"])
-    ]
+    golden = [_replay(service, task, number, seen) for number in range(len(task["golden"]))]
     if task.get("doubts") and not any(each["difference"] for each in golden):
         _refuse_doubts(service.handler, seen[:MOST_TRIED])
     result: dict[str, Any] = {
@@ -87,11 +81,11 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
     if task.get("reference"):
         result["reference"] = _explain_reference(service, Path(task["reference"]))
     if task.get("explained"):
-        from modelyard.serve.worker.explained import measure  # and torch, which it needs
+        from modelyard.serve.worker.measured import measure_explanations  # and torch
 
-        result["explained"] = measure(service, task["explained"])
+        result["explained"] = measure_explanations(service, task["explained"])
     if task["parity"]:
-        from modelyard.serve.worker.parity import compare  # and torch, which it needs
+        from modelyard.serve.worker.measured import compare  # and torch
 
         result["parity"] = compare(Path(message["folder"]), task["parity"], service.device)
     return result
@@ -152,20 +146,15 @@ def _refuse_doubts(handler: Any, seen: list[Any]) -> None:
 
 
 def _replay(
-    service: load.Service,
-    example: dict[str, Any],
-    number: int,
-    seen: list[Any],
-    *,
-    is_recorded: bool,
-    inputs: bool,
+    service: load.Service, task: dict[str, Any], number: int, seen: list[Any]
 ) -> dict[str, Any]:
     """Answer one golden request; `seen` gets the inputs of the model's calls."""
+    example = task["golden"][number]
     answer, calls = answer_golden(service, example, number)
     seen += [given for given, _ in calls]
     value = value_of(answer)
     result: dict[str, Any] = {"answer": value, "difference": None}
-    if inputs:
+    if task["inputs"]:
         from modelyard.handlers.proof.witness import inputs_read
 
         result["seen"] = {"inputs": inputs_read(calls)}
@@ -178,7 +167,7 @@ def _replay(
     elif answer.status != 200:
         text = answer.body.decode("utf-8", "replace")
         result["difference"] = f"got status {answer.status}: {text}"
-    if is_recorded and calls and result["difference"] is None:
+    if task["record"] and calls and result["difference"] is None:
         from modelyard.handlers.proof.witness import record  # and torch, which it needs
 
         if model := record(calls):

@@ -6,8 +6,6 @@ cannot be decoded stays a bytearray. Only of JSON is more expected from clients 
 nothing in it is guessed at.
 """
 
-from __future__ import annotations
-
 import binascii
 import gzip
 import json
@@ -21,11 +19,9 @@ from urllib.parse import parse_qsl
 
 import orjson
 
-from modelyard.handlers.accept import weights_of
-from modelyard.handlers.body import parse_strictly
+from modelyard.handlers.body import as_prediction, parse_strictly, read_instances, weights_of
 from modelyard.handlers.context import Context
 from modelyard.handlers.errors import BadInput, NoGradients, PredictionException
-from modelyard.handlers.instances import as_prediction, read_instances
 from modelyard.serve.dataplane import wire
 from modelyard.serve.dataplane.form import MAX_PARTS, read_parts
 
@@ -157,7 +153,7 @@ class Request:
             value = _decode_value(media_type, body, read_json)
             self._add("body", value, media_type)
 
-    def decoded_again(self, read_json: ReadJson | None) -> Request:
+    def decoded_again(self, read_json: ReadJson | None) -> "Request":
         """Return this request as it came, whatever a handler did to its row and headers."""
         request = Request(self._item)
         request.decode(self._item.body, read_json)
@@ -291,7 +287,7 @@ def check_outputs(outputs: object, count: int) -> list[Any]:
     return held
 
 
-def answer_output(context: Context, index: int, output: object, rules: Rules) -> Answer:
+def answer_output(context: Context, index: int, output: object, rules: "Rules") -> Answer:
     """Turn one answer of the handler into status, headers and bytes.
 
     Raises:
@@ -313,7 +309,7 @@ def answer_output(context: Context, index: int, output: object, rules: Rules) ->
 
 
 def answer_instances(
-    outputs: Sequence[object], statuses: Sequence[int], is_explained: bool, rules: Rules
+    outputs: Sequence[object], statuses: Sequence[int], is_explained: bool, rules: "Rules"
 ) -> Answer:
     """Turn the answers to all instances of one request into one.
 
@@ -348,7 +344,7 @@ def compressed(answer: Answer, request: Request) -> Answer:
     return answer._replace(headers={**answer.headers, **sent}, body=body)
 
 
-def encode_value(output: object, rules: Rules) -> tuple[wire.Payload, dict[str, str]]:
+def encode_value(output: object, rules: "Rules") -> tuple[wire.Payload, dict[str, str]]:
     """Turn a value of the handler into bytes, and the header that says their type.
 
     Raises:

@@ -3,8 +3,6 @@
 It registers a `Dialect` under `modelyard.policies`; where several do, the first by name counts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import cache
 from typing import Any, Protocol
@@ -30,46 +28,28 @@ class Envelope(Protocol):
 
 
 class Dialect(Protocol):
-    """The ways of another server."""
+    """The ways of another server; one that subclasses this says only what it has."""
 
     @property
     def modules(self) -> frozenset[str]:
         """The full names of modules that it brings to an author's code; the archiver asks, too."""
+        return frozenset()
 
     @property
     def handlers(self) -> Mapping[str, str]:
         """Its built-in handlers: name → `module:Class`."""
+        return {}
 
     def prepare(self) -> None:
         """Have its modules be found; called once, before an archive's folder is on the path."""
+        return None
 
     def begin_log(self) -> None:
         """Begin the log of a worker whose server speaks it."""
+        return None
 
     def choose_rules(self, message: Mapping[str, Any]) -> Rules:
-        """Return how a worker with this LOAD message reads and writes."""
-
-    def metrics(self, context: Context, message: Mapping[str, Any]) -> Reporter:
-        """Return what a handler measures with."""
-
-    def envelope(self, name: str) -> type[Envelope]:
-        """Return the envelope that a LOAD message names."""
-
-
-class Plain:
-    """What there is without a plug-in: archives that `modelyard archive` made, and no others."""
-
-    modules: frozenset[str] = frozenset()
-    handlers: Mapping[str, str] = {}
-
-    def prepare(self) -> None:
-        """Do nothing."""
-
-    def begin_log(self) -> None:
-        """Do nothing."""
-
-    def choose_rules(self, message: Mapping[str, Any]) -> Rules:
-        """Return our rules.
+        """Return how a worker with this LOAD message reads and writes.
 
         Raises:
             LoadError: the archive is another server's.
@@ -82,16 +62,20 @@ class Plain:
         return our_rules(message)
 
     def metrics(self, context: Context, message: Mapping[str, Any]) -> Reporter:
-        """Return ours."""
+        """Return what a handler measures with."""
         return Metrics(context)
 
     def envelope(self, name: str) -> type[Envelope]:
-        """Refuse.
+        """Return the envelope that a LOAD message names.
 
         Raises:
-            LoadError: always.
+            LoadError: there is none of this name.
         """
         raise LoadError(f"there is no envelope {name!r}")
+
+
+class Plain(Dialect):
+    """What there is without a plug-in: archives that `modelyard archive` made, and no others."""
 
 
 @cache

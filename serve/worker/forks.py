@@ -5,8 +5,6 @@ as good as new. A worker is forked twice, so that its parent, which ends at once
 server: the server then learns of its end as of any child's.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc

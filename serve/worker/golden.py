@@ -1,7 +1,5 @@
 """Replay an archive's golden requests: a worker that answers them wrong is not ready."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -145,19 +143,15 @@ def compare_golden(
             return f'expected the label "{expected["label"]}", got "{label}"'
     if "answer" not in expected:
         return None
-    if difference := _json_difference(got, expected["answer"], tolerance, expected.get("moves")):
+    from modelyard.base.answers import json_difference  # and numpy, which it needs
+
+    if difference := json_difference(got, expected["answer"], tolerance, expected.get("moves")):
         return difference
     if (recorded := expected.get("model")) is None:
         return None
     from modelyard.handlers.proof.witness import describe_difference  # and torch, which it needs
 
     return describe_difference(recorded, calls, report)
-
-
-def _json_difference(*args: Any) -> str | None:
-    from modelyard.base.answers import json_difference  # and numpy, which it needs
-
-    return json_difference(*args)
 
 
 def value_of(answer: Answer) -> Any:

@@ -1,7 +1,5 @@
 """Import the author's handler, build its Context, and say clearly what went wrong."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import logging
@@ -14,9 +12,9 @@ from typing import Any, NoReturn
 
 import yaml
 
-from modelyard.archiver.alternatives import KEY, choose_artifact
 from modelyard.archiver.errors import ArchiveError
 from modelyard.archiver.model_config import BATCH_INVARIANT
+from modelyard.archiver.report import ARTIFACT_KEY, choose_artifact
 from modelyard.base.plugins import registered
 from modelyard.handlers import BUILT_IN, Context
 from modelyard.handlers.entry_point import Entry, FoundHandler, find_handler
@@ -68,11 +66,6 @@ class Service:
     """What predicts without an envelope, where one is set: archives are made without."""
     replay: Callable[[], Answer] = lambda: Answer(200, {}, b"")
     """Answers the archive's golden requests again."""
-
-    @property
-    def is_built_in(self) -> bool:
-        """Whether the handler is ours as it stands: what fails is not an author's code."""
-        return _is_built_in(self.handler)
 
 
 def load_service(message: dict[str, Any]) -> Service:
@@ -162,7 +155,7 @@ def choose_manifest(folder: Path, message: dict[str, Any], config: dict[str, Any
     manifest = message["manifest"]
     if message["handler"] not in BUILT_IN or "modelyard" not in (manifest or {}):
         return manifest
-    if name := message.get(KEY) or config.get(KEY):
+    if name := message.get(ARTIFACT_KEY) or config.get(ARTIFACT_KEY):
         try:
             manifest = choose_artifact(
                 manifest, str(name), lambda file: (folder / file).read_bytes()
@@ -253,8 +246,8 @@ def _is_ours(target: object) -> bool:
     return base is not None and isinstance(target, base.BaseHandler)
 
 
-def _is_built_in(target: object) -> bool:
-    """Return whether a handler is ours as it stands."""
+def is_built_in(target: object) -> bool:
+    """Return whether a handler is ours as it stands: what fails is not an author's code."""
     return type(target).__module__.startswith("modelyard.handlers.")
 
 
@@ -274,7 +267,7 @@ def _check_settings(target: Any, failed: str = "") -> None:
         return
     unread = target.unread_settings()
     likely = [problem for problem in unread if problem.endswith("?")]
-    if _is_built_in(target):
+    if is_built_in(target):
         if told := likely if failed else unread:
             raise LoadError(f"model-config.yaml: {'; '.join(told)}{failed}")
         if not failed and (problem := target.wrong_labels()):

@@ -5,8 +5,6 @@ batch is as large as what waits, up to the batch size, and the worker never idle
 work.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json
@@ -18,16 +16,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from time import perf_counter
 from typing import Any
 
+from modelyard.handlers.body import join_chunks
 from modelyard.handlers.context import Context
 from modelyard.handlers.entry_point import Entry
 from modelyard.handlers.errors import BadInput
-from modelyard.handlers.instances import join_chunks
 from modelyard.handlers.ranges import span
 from modelyard.serve.dataplane import wire
 from modelyard.serve.dataplane.heap import keep_freed
 from modelyard.serve.dataplane.lengths import CALL_BYTES, take_batch
 from modelyard.serve.worker import codec
-from modelyard.serve.worker.load import Service
+from modelyard.serve.worker.load import Service, is_built_in
 
 logger = logging.getLogger(__name__)
 
@@ -154,78 +152,60 @@ class Reader:
             sent = max(0, sent - len(buffer))
 
 
-class Sender:
-    """Sends answers: chunks, as the context's `stream`, and then those of a whole batch."""
+class Calls:
+    """The calls of a handler, and the way of their answers: chunks at once, the rest by batches.
 
-    def __init__(self, reader: Reader, service: Service) -> None:
+    Args:
+        service: what answers.
+        reader: whom the answers go to; None where they are only returned, and what is streamed is
+            not read.
+    """
+
+    def __init__(self, service: Service, reader: Reader | None = None) -> None:
+        self._service = service
         self._reader = reader
-        self._context = service.context
-        self._rules = service.rules
         self._requests: Sequence[codec.Request] = ()
-        self._began_us = 0
+        """Whom the next chunks are for."""
         self._handler_us: dict[int, int] = {}
         """Job of this batch → how long the handler's last call took that had it."""
-        self.has_sent = False
+        self._has_sent = False
         """Whether the running call has sent a chunk."""
         self._kept: dict[int, list[Any]] = {}
         """Chunks of instances by their place, whose answers are one with others."""
 
-    def begin(self, requests: Sequence[codec.Request]) -> None:
-        """Take note of whom the next chunks are for, and of the time."""
-        self._requests = requests
-        self._kept.clear()
-        self.has_sent = False
-        self._began_us = wire.now_us()
+    def answer_batch(self, batch: Sequence[wire.Item]) -> list[codec.Answer]:
+        """Return one answer per item, whatever happens.
 
-    def end(self) -> None:
-        """Take note of how long the handler's call took."""
-        took_us = wire.since_us(self._began_us)
-        for request in self._requests:
-            self._handler_us[request.id] = took_us
+        A request whose body cannot be decoded is answered by itself. When the handler fails on
+        several requests together, each is run again alone: the bad one gets its own error, the
+        others their answers.
 
-    def check_cancelled(self) -> None:
-        """Raise ClientsLeft when all clients of the running call have hung up."""
-        self._reader.poll()
-        if all(map(self.has_left, self._requests)):
-            raise ClientsLeft
-
-    def has_left(self, request: codec.Request) -> bool:
-        """Return whether nobody waits for the answer to this request any more."""
-        return request.id in self._reader.cancelled
-
-    def send_chunk(self, values: Sequence[Any]) -> None:
-        """Send one chunk to each client.
-
-        Raises:
-            ClientsLeft: all of them have hung up.
-            WrongAnswer: a value cannot be sent.
+        Args:
+            batch: batch of one kind.
         """
-        frame = wire.Frame()
-        self._reader.poll()
-        waiting = [(at, request) for at, request in enumerate(self._requests)
-                   if not self.has_left(request)]  # fmt: skip
-        if not waiting:
-            raise ClientsLeft
-        for at, request in waiting:
-            if request.has_instances:
-                self._kept.setdefault(at, []).append(values[at])
+        service, flags = self._service, batch[0].flags
+        if flags & wire.GOLDEN:
+            return [service.replay() for _ in batch]
+        answers: dict[int, codec.Answer] = {}
+        requests = []
+        for item in batch:
+            request = codec.Request(item)
+            if self._has_left(request):
+                answers[item.id] = codec.UNREAD
                 continue
-            answer = codec.answer_output(self._context, at, values[at], self._rules)
-            headers = {} if self.has_sent else {**answer.headers, **STREAMED}
-            frame.add(request.id, answer.status, wire.MORE, pack_headers(headers), [answer.body])
-        if len(frame):
-            self._reader.send(frame)
-            self.has_sent = True
-
-    def has_sent_to(self, request: codec.Request) -> bool:
-        """Return whether a request's client has a chunk of this call's."""
-        return self.has_sent and not request.has_instances
-
-    def with_kept(self, outputs: list[Any]) -> list[Any]:
-        """Return the last answers, each in one with the chunks before it that were not sent."""
-        for at, chunks in self._kept.items():
-            outputs[at] = join_chunks([*chunks, outputs[at]])
-        return outputs
+            try:
+                request.decode(item.body, service.rules.read_json)
+            except Exception as error:
+                answers[item.id] = service.rules.refuse(error, request.request_id, was_read=False)
+            else:
+                requests.append(request)
+        if requests:
+            answered = self._answer(requests, _choose_entry(service, flags))
+            if flags & wire.EXPLAIN and service.rules.compresses and not self._has_sent:
+                answered = list(map(codec.compressed, answered, requests))
+            for request, answer in zip(requests, answered, strict=True):
+                answers[request.id] = answer
+        return [answers[item.id] for item in batch]
 
     def send(
         self,
@@ -242,6 +222,7 @@ class Sender:
             answers: answers in the order of the batch.
             batch_us: time that the worker was busy with it.
         """
+        assert self._reader is not None
         frame = wire.Frame()
         for item, (status, headers, body, flags) in zip(batch, answers, strict=True):
             queue_us = (began_us - item.queue_us) & 0xFFFFFFFF
@@ -249,7 +230,175 @@ class Sender:
             meta = pack_headers(headers)
             frame.add(item.id, status, flags, meta, [body], queue_us, handler_us, batch_us)
         self._handler_us.clear()
-        send_replies(self._reader, frame, self._context)
+        send_replies(self._reader, frame, self._service.context)
+
+    # -- what a handler streams ------------------------------------------------------------------
+
+    def check_cancelled(self) -> None:
+        """Raise ClientsLeft when all clients of the running call have hung up."""
+        assert self._reader is not None
+        self._reader.poll()
+        if all(map(self._has_left, self._requests)):
+            raise ClientsLeft
+
+    def _has_left(self, request: codec.Request) -> bool:
+        """Return whether nobody waits for the answer to this request any more."""
+        return self._reader is not None and request.id in self._reader.cancelled
+
+    def send_chunk(self, values: Sequence[Any]) -> None:
+        """Send one chunk to each client.
+
+        Raises:
+            ClientsLeft: all of them have hung up.
+            WrongAnswer: a value cannot be sent.
+        """
+        self.check_cancelled()
+        assert self._reader is not None
+        frame, service = wire.Frame(), self._service
+        for at, request in enumerate(self._requests):
+            if self._has_left(request):
+                continue
+            if request.has_instances:
+                self._kept.setdefault(at, []).append(values[at])
+                continue
+            answer = codec.answer_output(service.context, at, values[at], service.rules)
+            headers = {} if self._has_sent else {**answer.headers, **STREAMED}
+            frame.add(request.id, answer.status, wire.MORE, pack_headers(headers), [answer.body])
+        if len(frame):
+            self._reader.send(frame)
+            self._has_sent = True
+
+    # -- calls -----------------------------------------------------------------------------------
+
+    def _answer(self, requests: list[codec.Request], entry: Entry) -> list[codec.Answer]:
+        """Run the handler on these requests, and on each alone when that fails.
+
+        Some may have several rows; a call has a batch of them at most.
+        """
+        rows = [row for request in requests for row in request.rows]
+        size = len(rows)
+        if has_several := any(request.has_instances for request in requests):
+            size = self._service.batch_size
+            if len(requests) > 1 and len(rows) > size:  # the server has seen fewer
+                return [self._answer([one], entry)[0] for one in requests]
+        owners = [request for request in requests for _ in request.rows]
+        outputs: list[Any] = []
+        statuses: list[int] = []
+        try:
+            for start in range(0, len(rows), size):
+                part = slice(start, start + size)
+                outputs += self._run(rows[part], owners[part], entry)
+                if has_several:
+                    statuses += _statuses(self._service.context, len(outputs) - start)
+        except BaseException as error:
+            return self._answer_failure(error, requests, entry)
+        answers, at = [], 0
+        for request in requests:
+            own = slice(at, at + len(request.rows))
+            answers.append(self._write(request, at, outputs[own], statuses[own]))
+            at = own.stop
+        return answers
+
+    def _run(
+        self, rows: list[dict[str, Any]], owners: Sequence[codec.Request], entry: Entry
+    ) -> list[Any]:
+        """Return what the handler answers to rows, each of which is of a request.
+
+        Those of instances are in one with the chunks before them, which were not sent.
+
+        Raises:
+            BaseException: of an author's code.
+        """
+        context, rules = self._service.context, self._service.rules
+        context.reset(
+            request_ids=[request.request_id for request in owners],
+            headers=lambda: [request.headers for request in owners],
+            queries=[request.query for request in owners],
+        )
+        self._requests, self._has_sent = owners, False
+        self._kept.clear()
+        began = perf_counter()
+        try:
+            outputs = entry(rows, context)
+        finally:
+            took_us = int((perf_counter() - began) * 1e6)
+            self._handler_us |= dict.fromkeys([request.id for request in owners], took_us)
+        outputs = codec.check_outputs(outputs, len(rows))
+        if (metric := rules.time_metric) and context.metrics is not None:
+            context.metrics.add_time(metric, round((perf_counter() - began) * 1000, 2))
+        for at, chunks in self._kept.items():
+            outputs[at] = join_chunks([*chunks, outputs[at]])
+        return outputs
+
+    def _answer_failure(
+        self, error: BaseException, requests: list[codec.Request], entry: Entry
+    ) -> list[codec.Answer]:
+        """Answer requests on which the handler failed together, by running each alone.
+
+        Raises:
+            RuntimeError: the device cannot be used any more. That ends this process: the server
+                starts another one, which gets the requests one by one, and only the bad one will be
+                lost.
+        """
+        finish_device(self._service)
+        rules = self._service.rules
+        if self._has_sent:
+            return [self._break(error, request) for request in requests]
+        if isinstance(error, ClientsLeft):
+            return [codec.UNREAD] * len(requests)
+        if rules.ends_worker(error):
+            raise error
+        if len(requests) > 1 and not rules.fails_together(error):
+            # As they came: the handler may have changed its input.
+            fresh = [request.decoded_again(rules.read_json) for request in requests]
+            return [self._answer([one], entry)[0] for one in fresh]
+        log_failure(rules, error, requests[0].request_id)
+        return [rules.refuse(error, request.request_id) for request in requests]
+
+    def _write(
+        self, request: codec.Request, at: int, outputs: list[Any], statuses: list[int]
+    ) -> codec.Answer:
+        """Return the answer to a request, or the error that there is in its place."""
+        service, rules = self._service, self._service.rules
+        try:
+            if request.has_instances:
+                return codec.answer_instances(outputs, statuses, request.is_explained, rules)
+            return codec.answer_output(service.context, at, outputs[0], rules)
+        except Exception as failure:  # an answer is an author's object: its methods may fail
+            error: Exception = failure
+            if isinstance(failure, codec.NotFinite) and is_built_in(service.handler):
+                error = BadInput(
+                    "the model gives infinity or NaN for this input, which JSON does not have; "
+                    "send smaller numbers"
+                )
+            if self._has_sent and not request.has_instances:
+                return self._break(error, request)
+            log_failure(rules, error, request.request_id)
+            return rules.refuse(error, request.request_id)
+
+    def _break(self, error: BaseException, request: codec.Request) -> codec.Answer:
+        """Return the end of an answer of which the client has the first chunks already."""
+        if not isinstance(error, ClientsLeft):
+            _log_error("request %s failed after its first chunk", request.request_id, error)
+        refused = self._service.rules.refuse(error, request.request_id)
+        return refused._replace(flags=wire.BROKEN)
+
+
+def answer_batch(service: Service, batch: Sequence[wire.Item]) -> list[codec.Answer]:
+    """Return one answer per item, as `Calls` does; what the handler streams is not read."""
+    return Calls(service).answer_batch(batch)
+
+
+def _choose_entry(service: Service, flags: int) -> Entry:
+    if flags & wire.SHARES:
+        return service.shares
+    if flags & wire.EXPLAIN:
+        return service.explain
+    if flags & wire.TEXTS:
+        return service.texts
+    if flags & wire.TENSORS:
+        return service.infer_stream if flags & wire.STREAM else service.infer
+    return service.predict
 
 
 def run(reader: Reader, service: Service) -> None:
@@ -257,9 +406,9 @@ def run(reader: Reader, service: Service) -> None:
     gc.collect()
     gc.freeze()
     keep_freed(KEPT_BYTES)
-    sender = Sender(reader, service)
-    service.context.stream = sender.send_chunk
-    service.context.cancellation = sender.check_cancelled
+    calls = Calls(service, reader)
+    service.context.stream = calls.send_chunk
+    service.context.cancellation = calls.check_cancelled
     waiting: deque[wire.Item] = deque()
     call_bytes = CALL_BYTES[service.device.partition(":")[0]] if service.by_length else None
     ended_us = 0  # when the last batch had its answers
@@ -273,10 +422,10 @@ def run(reader: Reader, service: Service) -> None:
         began_us = wire.now_us()
         waited_us = (began_us - batch[0].queue_us) & 0xFFFFFFFF
         with span(f"batch of {len(batch)} that waited {waited_us} µs"):
-            answers = answer_batch(service, batch, sender)
+            answers = calls.answer_batch(batch)
         busy_since_us = ended_us if was_busy else began_us
         ended_us = wire.now_us()
-        sender.send(batch, began_us, answers, (ended_us - busy_since_us) & 0xFFFFFFFF)
+        calls.send(batch, began_us, answers, (ended_us - busy_since_us) & 0xFFFFFFFF)
 
 
 def send_replies(reader: Reader, frame: wire.Frame, context: Context) -> None:
@@ -319,174 +468,6 @@ def pack_headers(headers: dict[str, str]) -> bytes:
     return wire.pack_meta(
         text.encode("latin-1", "replace") for pair in headers.items() for text in pair
     )
-
-
-def answer_batch(
-    service: Service, batch: Sequence[wire.Item], sender: Sender | None = None
-) -> list[codec.Answer]:
-    """Return one answer per item, whatever happens.
-
-    A request whose body cannot be decoded is answered by itself. When the handler fails on several
-    requests together, each is run again alone: the bad one gets its own error, the others their
-    answers.
-
-    Args:
-        service: what answers.
-        batch: batch of one kind.
-        sender: what the handler streams through, None where nobody reads that.
-    """
-    if batch[0].flags & wire.GOLDEN:
-        return [service.replay() for _ in batch]
-    answers: dict[int, codec.Answer] = {}
-    requests = []
-    for item in batch:
-        request = codec.Request(item)
-        if sender is not None and sender.has_left(request):
-            answers[item.id] = codec.UNREAD
-            continue
-        try:
-            request.decode(item.body, service.rules.read_json)
-        except Exception as error:
-            answers[item.id] = service.rules.refuse(error, request.request_id, was_read=False)
-        else:
-            requests.append(request)
-    if requests:
-        flags = batch[0].flags
-        answered = _Calls(service, _choose_entry(service, flags), sender).answer(requests)
-        has_sent = sender is not None and sender.has_sent
-        if flags & wire.EXPLAIN and service.rules.compresses and not has_sent:
-            answered = list(map(codec.compressed, answered, requests))
-        for request, answer in zip(requests, answered, strict=True):
-            answers[request.id] = answer
-    return [answers[item.id] for item in batch]
-
-
-def _choose_entry(service: Service, flags: int) -> Entry:
-    if flags & wire.SHARES:
-        return service.shares
-    if flags & wire.EXPLAIN:
-        return service.explain
-    if flags & wire.TEXTS:
-        return service.texts
-    if flags & wire.TENSORS:
-        return service.infer_stream if flags & wire.STREAM else service.infer
-    return service.predict
-
-
-class _Calls:
-    """The calls of a handler that answer one batch, and what becomes of those that fail."""
-
-    def __init__(self, service: Service, entry: Entry, sender: Sender | None) -> None:
-        self._service = service
-        self._entry = entry
-        self._sender = sender
-
-    def answer(self, requests: list[codec.Request]) -> list[codec.Answer]:
-        """Run the handler on these requests, and on each alone when that fails.
-
-        Some may have several rows; a call has a batch of them at most.
-        """
-        rows = [row for request in requests for row in request.rows]
-        size = len(rows)
-        if has_several := any(request.has_instances for request in requests):
-            size = self._service.batch_size
-            if len(requests) > 1 and len(rows) > size:  # the server has seen fewer
-                return [self.answer([one])[0] for one in requests]
-        owners = [request for request in requests for _ in request.rows]
-        outputs: list[Any] = []
-        statuses: list[int] = []
-        try:
-            for start in range(0, len(rows), size):
-                part = slice(start, start + size)
-                outputs += self._run(rows[part], owners[part])
-                if has_several:
-                    statuses += _statuses(self._service.context, len(outputs) - start)
-        except BaseException as error:
-            return self._answer_failure(error, requests)
-        answers, at = [], 0
-        for request in requests:
-            own = slice(at, at + len(request.rows))
-            answers.append(self._write(request, at, outputs[own], statuses[own]))
-            at = own.stop
-        return answers
-
-    def _run(self, rows: list[dict[str, Any]], owners: Sequence[codec.Request]) -> list[Any]:
-        """Return what the handler answers to rows, each of which is of a request.
-
-        Raises:
-            BaseException: of an author's code.
-        """
-        context, sender = self._service.context, self._sender
-        context.reset(
-            request_ids=[request.request_id for request in owners],
-            headers=lambda: [request.headers for request in owners],
-            queries=[request.query for request in owners],
-        )
-        if sender is not None:
-            sender.begin(owners)
-        began = perf_counter()
-        try:
-            outputs = self._entry(rows, context)
-        finally:
-            if sender is not None:
-                sender.end()
-        outputs = codec.check_outputs(outputs, len(rows))
-        if (metric := self._service.rules.time_metric) and context.metrics is not None:
-            context.metrics.add_time(metric, round((perf_counter() - began) * 1000, 2))
-        return outputs if sender is None else sender.with_kept(outputs)
-
-    def _answer_failure(
-        self, error: BaseException, requests: list[codec.Request]
-    ) -> list[codec.Answer]:
-        """Answer requests on which the handler failed together, by running each alone.
-
-        Raises:
-            RuntimeError: the device cannot be used any more. That ends this process: the server
-                starts another one, which gets the requests one by one, and only the bad one will be
-                lost.
-        """
-        finish_device(self._service)
-        rules = self._service.rules
-        if self._sender is not None and self._sender.has_sent:
-            return [self._break(error, request) for request in requests]
-        if isinstance(error, ClientsLeft):
-            return [codec.UNREAD] * len(requests)
-        if rules.ends_worker(error):
-            raise error
-        if len(requests) > 1 and not rules.fails_together(error):
-            # As they came: the handler may have changed its input.
-            fresh = [request.decoded_again(rules.read_json) for request in requests]
-            return [self.answer([one])[0] for one in fresh]
-        log_failure(rules, error, requests[0].request_id)
-        return [rules.refuse(error, request.request_id) for request in requests]
-
-    def _write(
-        self, request: codec.Request, at: int, outputs: list[Any], statuses: list[int]
-    ) -> codec.Answer:
-        """Return the answer to a request, or the error that there is in its place."""
-        service, rules = self._service, self._service.rules
-        try:
-            if request.has_instances:
-                return codec.answer_instances(outputs, statuses, request.is_explained, rules)
-            return codec.answer_output(service.context, at, outputs[0], rules)
-        except Exception as failure:  # an answer is an author's object: its methods may fail
-            error: Exception = failure
-            if isinstance(failure, codec.NotFinite) and service.is_built_in:
-                error = BadInput(
-                    "the model gives infinity or NaN for this input, which JSON does not have; "
-                    "send smaller numbers"
-                )
-            if self._sender is not None and self._sender.has_sent_to(request):
-                return self._break(error, request)
-            log_failure(rules, error, request.request_id)
-            return rules.refuse(error, request.request_id)
-
-    def _break(self, error: BaseException, request: codec.Request) -> codec.Answer:
-        """Return the end of an answer of which the client has the first chunks already."""
-        if not isinstance(error, ClientsLeft):
-            _log_error("request %s failed after its first chunk", request.request_id, error)
-        refused = self._service.rules.refuse(error, request.request_id)
-        return refused._replace(flags=wire.BROKEN)
 
 
 def _statuses(context: Context, count: int) -> list[int]:

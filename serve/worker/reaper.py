@@ -7,8 +7,6 @@ processes that fork and exit does not go on as fast as each is killed. The serve
 that, and the kernel does when the server has died.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

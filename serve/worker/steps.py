@@ -4,8 +4,6 @@ The loop of a handler whose requests join and leave between its steps (`handlers
 handlers have that of `loop`.
 """
 
-from __future__ import annotations
-
 import gc
 import logging
 from collections import deque
@@ -38,7 +36,7 @@ class _Job:
     began_us: int
     has_sent: bool = False
     """Whether its client has a chunk already."""
-    tensors: TensorJob | None = None
+    tensors: "TensorJob | None" = None
     """What a request of tensors is answered with."""
 
 

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from modelyard.archiver import open_archive
-from modelyard.archiver.alternatives import choose_artifact, difference, find_alternatives
 from modelyard.archiver.errors import CannotArchive
-from modelyard.archiver.report import read_report
+from modelyard.archiver.report import choose_artifact, difference, find_alternatives, read_report
 from modelyard.archiver.untrusted.names import MANIFEST_NAME
 from modelyard.handlers.errors import LoadError
 from modelyard.serve.worker.load import load_service

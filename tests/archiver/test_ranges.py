@@ -2,8 +2,13 @@ from typing import Any
 
 import pytest
 
-from modelyard.archiver.ranges import Range, ranges_of
-from modelyard.archiver.reference import Reference, format_reference, parse_reference
+from modelyard.archiver.reference import (
+    Range,
+    Reference,
+    format_reference,
+    parse_reference,
+    ranges_of,
+)
 from modelyard.archiver.untrusted.json import format_json
 
 

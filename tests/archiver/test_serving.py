@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from modelyard.archiver import write_archive
-from modelyard.archiver.signing import generate_keys, read_signing_key
+from modelyard.archiver.keys import generate_keys
+from modelyard.archiver.signing import read_signing_key
 from tests.archiver.wheels import build_wheel
 from tests.serve.live import LiveServer, running, start_arguments
 from tests.serve.live import modelyard as run_modelyard

@@ -12,14 +12,13 @@ from typer.testing import CliRunner
 from modelyard.archiver import open_archive, write_archive
 from modelyard.archiver.cli import archive_app, keygen_app, verify_app
 from modelyard.archiver.errors import NotTrusted
+from modelyard.archiver.keys import generate_keys, key_id
 from modelyard.archiver.signing import (
     find_signer,
-    generate_keys,
-    key_id,
+    parse_date,
     read_signing_key,
     read_trusted_keys,
 )
-from modelyard.archiver.statement import parse_date
 from modelyard.archiver.untrusted.names import MANIFEST_NAME, SIGNING_NAME
 
 

@@ -344,7 +344,7 @@ def test_a_part_of_a_model_is_found_by_its_path() -> None:
         ("model.decoder.0", '"model" has encoder'),
         ("heads", "Whole has model, head"),
         ("head.weight", '"head" has no parts'),
-        ("model", "is a ModuleDict, which has no forward"),
+        ("model", "is a ModuleDict without forward"),
     ):
         with pytest.raises(UsageError) as caught:
             take_submodule(model, path)

@@ -282,10 +282,18 @@ def test_a_class_that_gives_no_model_is_refused(
 @pytest.mark.parametrize(
     ("source", "seen"),
     [
-        pytest.param("x = 1\n1 / 0\n", "net.py:2: ZeroDivisionError", id="raises"),
+        pytest.param("x = 1\n1 / 0\n", 'net.py:2 "1 / 0": ZeroDivisionError', id="raises"),
         pytest.param("x = 1\n\nx x\n", "net.py:3: SyntaxError", id="syntax"),
-        pytest.param("import no_such_thing\n", "net.py:1: ModuleNotFoundError", id="import"),
-        pytest.param("raise SystemExit(3)\n", "net.py:1: SystemExit: 3", id="ends the process"),
+        pytest.param(
+            "import no_such_thing\n",
+            'net.py:1 "import no_such_thing": ModuleNotFoundError',
+            id="import",
+        ),
+        pytest.param(
+            "raise SystemExit(3)\n",
+            'net.py:1 "raise SystemExit(3)": SystemExit: 3',
+            id="ends the process",
+        ),
     ],
 )
 def test_a_model_file_that_fails_is_refused_by_file_and_line(

@@ -9,14 +9,19 @@ import json, os, sys
 from pathlib import Path
 from modelyard.exporter.child import Child, ChildEnded, answer_questions, fork_ahead
 
-def answer(question):
-    if question == {"end": 1}:
+class Methods:
+    def end(self):
         os._exit(7)
-    print("printed", flush=True)  # must not be taken for an answer
-    return {"authors": "authors" in sys.modules, "path": "" in sys.path, "pid": os.getpid()}
+
+    def look(self):
+        print("printed", flush=True)  # must not be taken for an answer
+        return {"authors": "authors" in sys.modules, "path": "" in sys.path, "pid": os.getpid()}
+
+    def fail(self, what):
+        raise KeyError(what)
 
 def main(folder):
-    answer_questions(answer)
+    answer_questions(Methods())
 
 folder = Path(sys.argv[1])
 fork_ahead("none", main)
@@ -24,10 +29,11 @@ fork_ahead("checks", main)
 import authors
 child = Child("checks", folder)
 child.start()
-first = child.ask({})
+first = child.ask("look")
 assert not first["authors"] and not first["path"] and first["pid"] != os.getpid(), first
+assert child.ask("fail", what="x") == {"error": "KeyError: 'x'"}
 try:
-    child.ask({"end": 1})
+    child.ask("end")
 except ChildEnded as error:
     print(error)
 assert child.close() == 0

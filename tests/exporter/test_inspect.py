@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 
 from modelyard import cli
 from modelyard.archiver.manifest import SCHEMA
+from modelyard.exporter.cli import inspect_app
 from modelyard.exporter.errors import CheckpointError, UsageError
-from modelyard.exporter.inspect_cli import inspect_app
 from modelyard.exporter.inspection import describe, is_finite
 from tests.exporter.ingest.honest import WRITERS
 from tests.exporter.ingest.hostile import FILES
@@ -96,7 +96,7 @@ def test_other_weights_are_listed_when_asked_for(loop: Path) -> None:
         assert found["weights"]["key"] == "ema_state_dict"
         assert found["weights"]["prefixes_stripped"] == ["module."]
         assert found["weights"]["non_finite"] == []
-    with pytest.raises(UsageError, match="Did you mean ema_state_dict"):
+    with pytest.raises(UsageError, match="did you mean ema_state_dict"):
         describe(loop, "ema_state")
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from modelyard.exporter.checkpoint import open_model
 from modelyard.exporter.errors import CheckpointError, ModelError, UsageError
 from modelyard.exporter.ingest import read_checkpoint
-from modelyard.exporter.inputs.described import propose_inputs
+from modelyard.exporter.inputs.settle import propose_inputs
 
 # What of timm is used, with the same names and meanings; the nightly tests run timm itself.
 TIMM = """
@@ -114,7 +114,7 @@ def test_a_folder_of_timm_names_its_own_model(timm: Path) -> None:
 def test_a_name_that_timm_has_not_is_refused_with_the_nearest(timm: Path) -> None:
     torch.save(_state(), timm / "net.pt")
     with (
-        pytest.raises(ModelError, match=r'timm 1\.0 has no model "tiny_18"; .* such as tiny18'),
+        pytest.raises(ModelError, match=r'timm 1\.0 has no model "tiny_18"; .* you mean tiny18'),
         open_model(timm / "net.pt", "timm:tiny_18"),
     ):
         pass
@@ -185,7 +185,7 @@ def test_components_of_diffusers_say_what_they_take(tmp_path: Path) -> None:
         "encoder_hidden_states:float32[batch,tokens=2..77,16]",
     )
     with (
-        pytest.raises(UsageError, match=r'"sampel_size" is not a value .* such as sample_size'),
+        pytest.raises(UsageError, match=r'"sampel_size" is not a value .* you mean sample_size'),
         open_model(checkpoint, None, {"sampel_size": 8}),
     ):
         pass

@@ -15,8 +15,7 @@ from modelyard.archiver.signature import parse_inputs
 from modelyard.base.plugins import registered
 from modelyard.exporter import ConversionError, ParityError, UsageError, export
 from modelyard.exporter.inputs.samples import Sample
-from modelyard.exporter.prove.calibration import doubts
-from modelyard.exporter.prove.loss import MAX_LOSS, LossLearner
+from modelyard.exporter.prove.loss import MAX_LOSS, LossLearner, doubts
 from modelyard.handlers.models.backends import open_artifact
 
 Author = Callable[[str], tuple[Path, str]]

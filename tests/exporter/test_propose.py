@@ -17,7 +17,7 @@ from modelyard.exporter.arguments import flatten, take_inputs
 from modelyard.exporter.checkpoint import open_model
 from modelyard.exporter.cli import app
 from modelyard.exporter.ingest import read_checkpoint
-from modelyard.exporter.inputs.described import Proposal, complete, propose_inputs
+from modelyard.exporter.inputs.settle import Proposal, complete, propose_inputs
 from modelyard.exporter.inputs.tried import find_inputs
 from modelyard.handlers.proof.probes import Probe, example_sizes, make_inputs
 from tests.exporter.tiny import save

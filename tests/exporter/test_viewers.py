@@ -9,8 +9,8 @@ from torch import nn
 from typer.testing import CliRunner
 
 from modelyard.exporter import export
-from modelyard.exporter.inspect_cli import inspect_app
-from modelyard.exporter.viewers import start_netron, with_fixed_shapes
+from modelyard.exporter.cli import inspect_app
+from modelyard.exporter.inspection import start_netron, with_fixed_shapes
 from modelyard.handlers.errors import UnsafeProgram
 
 

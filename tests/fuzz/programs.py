@@ -11,8 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from modelyard.handlers.judge.checked import CHECKED, call_problem
-from modelyard.handlers.judge.guard import guarded
+from modelyard.handlers.judge.checked import CHECKED, call_problem, guarded
 
 CALLS = Path(__file__).with_name("calls.json")
 MAX_STEPS = 4

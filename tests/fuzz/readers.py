@@ -26,17 +26,15 @@ from modelyard.archiver.errors import ArchiveError
 from modelyard.archiver.manifest import parse_manifest
 from modelyard.archiver.report import parse_report
 from modelyard.archiver.signature import parse_inputs, parse_signature
-from modelyard.archiver.signing import read_trusted_keys
-from modelyard.archiver.statement import parse_bundle, parse_statement
+from modelyard.archiver.signing import parse_bundle, parse_statement, read_trusted_keys
 from modelyard.archiver.untrusted.container import Held
 from modelyard.archiver.untrusted.json import parse_json
 from modelyard.archiver.untrusted.names import MANIFEST_NAME
 from modelyard.archiver.untrusted.yaml import parse_yaml
 from modelyard.exporter.errors import ExportError
-from modelyard.exporter.ingest.read import parse_checkpoint
-from modelyard.handlers.accept import weights_of
+from modelyard.exporter.ingest import parse_checkpoint
+from modelyard.handlers.body import read_instances, weights_of
 from modelyard.handlers.errors import HandlerError
-from modelyard.handlers.instances import read_instances
 from modelyard.handlers.judge.check import check
 from modelyard.handlers.tensors import read_request
 from modelyard.serve import errors

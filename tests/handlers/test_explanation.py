@@ -11,8 +11,12 @@ from torch import Tensor, nn
 from modelyard.archiver.signature import Dim, Size, TensorSpec
 from modelyard.base import explain_words
 from modelyard.handlers import BadInput, NoGradients, TwinDiffers
-from modelyard.handlers.explain.attribute.attribution import ForwardFunction
-from modelyard.handlers.explain.attribute.memory import MOST_ROWS, free_bytes, gradient_rows
+from modelyard.handlers.explain.attribute.attribution import (
+    MOST_ROWS,
+    ForwardFunction,
+    free_bytes,
+    gradient_rows,
+)
 from modelyard.handlers.explain.attribute.methods import METHODS
 from modelyard.handlers.explain.explanation import Explanation, explain_batch
 from modelyard.handlers.explain.request.options import parse_options
@@ -189,6 +193,13 @@ def test_quantised_artifact_may_be_further_off_its_twin() -> None:
     other = replace(model, twin=artifact(lambda x: -x))
     with pytest.raises(TwinDiffers, match=r"an error of at most 0.15, seen "):
         explain(other, X[:1], {})
+
+
+def test_requests_that_share_no_pass_are_explained_beside_their_own_prediction() -> None:
+    model = subject(artifact(lambda x: x**2))
+    queries = {"method": "occlusion", "target": "0"}, {"target": "0"}
+    for (each,), row in zip(explain(model, X, *queries), X, strict=True):
+        assert each.f_served == each.f_input == float(row[0] ** 2)
 
 
 @FURTHER

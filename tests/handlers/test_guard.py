@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from modelyard.handlers.judge.check import load_program
-from modelyard.handlers.judge.checked import call_problem
-from modelyard.handlers.judge.guard import guarded
+from modelyard.handlers.judge.checked import call_problem, guarded
 
 aten = torch.ops.aten
 FAR = (1 << 63) - 1

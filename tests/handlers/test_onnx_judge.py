@@ -15,7 +15,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from modelyard.handlers.errors import UnsafeProgram
 from modelyard.handlers.judge.onnx_file import MAX_DEPTH, check_onnx
-from modelyard.handlers.models.backends import open_artifact, open_session
+from modelyard.handlers.models.backends import Opening, open_artifact, open_session
 
 ROW = helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 4])
 OUT = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
@@ -196,7 +196,7 @@ def test_a_doctored_file_is_refused_by_name(kind: str, tmp_path: Path) -> None:
     path = write(make(), tmp_path)
     assert said in "; ".join(f"{part}: {problem}" for part, problem in check_onnx(path)[0])
     with pytest.raises(UnsafeProgram, match="refused, and nothing of it was run"):
-        open_session(path, torch.device("cpu"))
+        open_session(path, Opening(torch.device("cpu")))
 
 
 def test_every_file_that_onnx_comes_with_is_taken() -> None:

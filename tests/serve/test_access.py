@@ -13,9 +13,8 @@ import pytest
 
 from modelyard.serve.dataplane.log_file import Console, LogFile, LogWriter
 from modelyard.serve.errors import StartError
-from modelyard.serve.http.access import GATHER_BYTES, AccessLog, json_form, text_form
 from modelyard.serve.http.connection import LEFT, Answered
-from modelyard.serve.log import JsonFormatter
+from modelyard.serve.log import GATHER_BYTES, AccessLog, JsonFormatter, json_form, text_form
 from modelyard.serve.settings import load_settings
 from tests.serve.live import poll
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from modelyard.serve.control.model_config import Values
+from modelyard.serve.control.model_config import HEADERS, Values
 from modelyard.serve.dataplane.budget import AnswerBudget
 from modelyard.serve.dataplane.cache import (
     ENTRY_BYTES,
@@ -118,7 +118,7 @@ def test_no_header_that_our_handlers_read_is_left_out() -> None:
 def test_names_of_headers_are_a_list(value: object) -> None:
     values = Values({}, "model-config.yaml", settings={"cacheIgnores": value})
     with pytest.raises(BadModelConfig, match="cacheIgnores: expected a list of names"):
-        values.operators_headers("cacheIgnores")
+        values.of_operator("cacheIgnores", [], HEADERS)
 
 
 def test_each_way_to_an_answer_is_counted_once() -> None:

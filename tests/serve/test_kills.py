@@ -237,7 +237,7 @@ WALL_CLOCK = {
     "serve/dataplane/metrics.py": "exemplars are dated",
     "serve/dataplane/tracing.py": "spans are dated by the calendar",
     "serve/server.py": "when the server was started, as it is shown",
-    "serve/http/access.py": "the time of a line",
+    "serve/log.py": "the time of a line",
     "serve/http/tls.py": "certificates are valid by the calendar",
 }
 """Who may ask what time it is, and what for; whatever is measured or limited is monotonic."""

@@ -10,9 +10,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from modelyard.serve.api.docs import DOCS_PATHS
 from modelyard.serve.api.inference import right_of
 from modelyard.serve.api.oip import OPEN_PATHS
+from modelyard.serve.api.routes import DOCS_PATHS
 from modelyard.serve.app import create_server
 from modelyard.serve.control.state import StateDir, read_key
 from modelyard.serve.http.tokens import PROXIES

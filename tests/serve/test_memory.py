@@ -11,16 +11,17 @@ import time
 import psutil
 import pytest
 
-from modelyard.serve import memory
-from modelyard.serve.memory import GROWN_BYTES, Memory, resident_bytes
+from modelyard.serve.dataplane import heap
+from modelyard.serve.dataplane.heap import GROWN_BYTES, give_back, resident_bytes
 from tests.serve.live import LiveServer, build_archive
 
 
 def test_what_is_freed_between_used_blocks_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "EVERY_S", 0.01)
+    monkeypatch.setattr(heap, "EVERY_S", 0.01)
 
     async def scenario() -> tuple[int, int]:
-        looking = Memory()
+        looking = asyncio.create_task(give_back())
+        await asyncio.sleep(0)  # it has begun
         blocks = [bytes(50_000) for _ in range(3000)]  # below the size that is mapped by itself
         kept = blocks[::100]
         blocks.clear()
@@ -29,7 +30,7 @@ def test_what_is_freed_between_used_blocks_is_given_back(monkeypatch: pytest.Mon
             await asyncio.sleep(0.01)
             if resident_bytes() < before - GROWN_BYTES:
                 break
-        looking.stop()
+        looking.cancel()
         assert len(kept) == 30
         return before, resident_bytes()
 

@@ -14,7 +14,8 @@ import pytest
 
 from modelyard.archiver.signature import parse_inputs
 from modelyard.base.plugins import registered
-from modelyard.serve.api.schemas import HANDLERS, body_and_answer, tensor_schemas
+from modelyard.serve.api.description import DOCUMENT
+from modelyard.serve.api.schemas import body_and_answer, tensor_schemas
 from modelyard.serve.control.preload import OUR_HANDLERS
 from tests.serve.live import LiveServer
 from tests.shared import DIGITS
@@ -129,9 +130,9 @@ def test_a_model_that_is_not_there_has_no_document(server: LiveServer) -> None:
 
 
 def test_every_built_in_handler_has_its_schemas() -> None:
-    assert set(HANDLERS) >= OUR_HANDLERS - OF_NUMBERS
+    assert set(DOCUMENT["handlers"]) >= OUR_HANDLERS - OF_NUMBERS
     if registered("tasks"):
-        assert set(HANDLERS) == (OUR_HANDLERS | {"text_classifier"}) - OF_NUMBERS
+        assert set(DOCUMENT["handlers"]) == (OUR_HANDLERS | {"text_classifier"}) - OF_NUMBERS
 
 
 def test_numbers_are_as_the_signature_has_them() -> None:

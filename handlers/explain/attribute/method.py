@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from torch import Tensor
 
 from modelyard.archiver.explanations import Asked, Explanations
-from modelyard.archiver.ranges import Range
+from modelyard.archiver.reference import Range
 from modelyard.handlers.explain.attribute.attribution import (
     Attribution,
     AttributionRequest,

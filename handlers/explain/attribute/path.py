@@ -8,30 +8,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from modelyard.handlers.explain.attribute.attribution import (
-    DEFAULT_TOLERANCE,
-    MAX_STEPS,
-    ROUNDING,
-    Attribution,
-    AttributionRequest,
-    Tensors,
-    chunks,
-    column,
-    is_met,
-    norms_of,
-    outputs_and_gradients,
-    recording,
-    sizes_of,
-    stopwatch,
-)
-from modelyard.handlers.explain.attribute.trace import (
-    MOST_GAPS,
-    SIGMAS,
-    TAIL,
-    Mended,
-    Trace,
-    Verdict,
-)
+from modelyard.handlers.explain.attribute import attribution, trace
+from modelyard.handlers.explain.attribute.attribution import Tensors, chunks, column, norms_of
+from modelyard.handlers.explain.attribute.trace import SIGMAS
 
 FIRST_STEPS = 30
 """Fewer can agree by chance with a third of them."""
@@ -59,13 +38,13 @@ MOST_MENDED = 120
 
 
 def integrated_gradients(
-    request: AttributionRequest,
+    request: attribution.AttributionRequest,
     *,
     n_steps: int | None = None,
-    tolerance: float = DEFAULT_TOLERANCE,
-    max_steps: int = MAX_STEPS,
+    tolerance: float = attribution.DEFAULT_TOLERANCE,
+    max_steps: int = attribution.MAX_STEPS,
     budget_ms: int | None = None,
-) -> Attribution:
+) -> attribution.Attribution:
     """Attribute the output to each input value, by the midpoint rule.
 
     Without `n_steps`, rows begin with 30 points. Where the output changes between two points by
@@ -86,8 +65,8 @@ def integrated_gradients(
 
     Source: Sundararajan et al. 2017, section 3, https://arxiv.org/abs/1703.01365
     """
-    fits = stopwatch(budget_ms)
-    with recording():
+    fits = attribution.stopwatch(budget_ms)
+    with attribution.recording():
         path = _Path(request, tolerance)
         steps = n_steps or min(FIRST_STEPS, max_steps)
         rows = torch.arange(len(request), device=request.device)
@@ -97,7 +76,7 @@ def integrated_gradients(
                 room = min(MOST_MENDED, max_steps - int(path.steps[row]))
                 if path.verdicts[row].gaps and room > 0 and fits(room / path.asked):
                     path.mend(row, room)
-            rows = rows[~is_met(request, path.found, tolerance)[rows]]
+            rows = rows[~attribution.is_met(request, path.found, tolerance)[rows]]
             steps *= 3
             if not len(rows) or steps > max_steps or not fits(len(rows) * steps / path.asked):
                 break
@@ -108,7 +87,7 @@ def integrated_gradients(
 class _Path:
     """Gradients along the straight lines from baselines to inputs, summed point by point."""
 
-    def __init__(self, request: AttributionRequest, tolerance: float) -> None:
+    def __init__(self, request: attribution.AttributionRequest, tolerance: float) -> None:
         self.request = request
         self.tolerance = tolerance
         self.asked = 0
@@ -144,8 +123,8 @@ class _Path:
         """Where the last points were put, in every row that got some."""
         self.points: list[Tensor] = []
         """Tables of points: the row, place, whether it counts, output, slope, shares of each."""
-        self.verdicts = [Verdict(1.0, 0.0, 0.0, 0.0, ())] * count
-        self.mended: list[dict[int, Mended]] = [{} for _ in range(count)]
+        self.verdicts = [trace.Verdict(1.0, 0.0, 0.0, 0.0, ())] * count
+        self.mended: list[dict[int, trace.Mended]] = [{} for _ in range(count)]
 
     @cached_property
     def _signs(self) -> Tensor:
@@ -167,7 +146,7 @@ class _Path:
         )
         for point in points:
             point.requires_grad_()
-        outputs, gradients = outputs_and_gradients(self.request.forward, points, row)
+        outputs, gradients = attribution.outputs_and_gradients(self.request.forward, points, row)
         # A value that is as in the baseline has no share, whatever its gradient: it may be NaN.
         gradients = tuple(
             torch.where(delta == 0, torch.zeros_like(each), each).to(total.dtype)
@@ -256,7 +235,7 @@ class _Path:
             order = points[:, 1].argsort()
             inner = order[points[order, 2] > 0]
             points = points[torch.cat([order[:1], inner, order[-1:]])].cpu()
-            self.verdicts[row] = Trace(
+            self.verdicts[row] = trace.Trace(
                 points[:, 1], points[:, 3], points[:, 4], points[:, 5:]
             ).judge(
                 (float(self.request.f_baseline[row]), float(self.request.f_input[row])),
@@ -270,7 +249,7 @@ class _Path:
         """Put points into the gaps of a row, the widest first, until they hide nothing."""
         steps = int(self.even[row])
         gaps = self.verdicts[row].gaps
-        if len(gaps) > MOST_GAPS or most < 2 * len(gaps):
+        if len(gaps) > trace.MOST_GAPS or most < 2 * len(gaps):
             return
         bounds = [0.0, *_midpoints(steps).tolist(), 1.0]
         size = float(norms_of(self._sums())[row])
@@ -298,7 +277,7 @@ class _Path:
                 heights = torch.stack([facts[5:] for _, _, facts in points]).abs() / steps
                 tops, at = heights.max(0)
                 # Where nothing but tails is seen, their cliff is beside the highest point of one.
-                tails = set(at[(tops > 0) & (tops < TAIL * size)].tolist())
+                tails = set(at[(tops > 0) & (tops < trace.TAIL * size)].tolist())
                 tails = tails if len(points) < MOST_IN_TAIL else set()
                 for place, ((a, _, left), (b, _, right)) in enumerate(itertools.pairwise(points)):
                     rest, bend = _between(a, left, b, right)
@@ -359,7 +338,7 @@ class _Path:
             if gap in (0, steps):  # how it rises there is known by now
                 rise = 0.1 / steps / (0.5 / steps - END)
                 self.ends[which][row] -= rise * (start - end if gap == 0 else end - start)[0]
-        self.mended[row][gap] = Mended(rest, hidden, jumps)
+        self.mended[row][gap] = trace.Mended(rest, hidden, jumps)
 
     def _sums(self) -> Tensors:
         """Return the attributions."""
@@ -376,14 +355,14 @@ class _Path:
 
     def _rounding(self) -> Tensor:
         ends = self.request.f_input.abs() + self.request.f_baseline.abs()
-        return ROUNDING * self._unit * (self.sizes / self.even + ends)
+        return attribution.ROUNDING * self._unit * (self.sizes / self.even + ends)
 
     @property
     def _unit(self) -> float:
         return max(torch.finfo(delta.dtype).eps for delta in self.deltas)
 
     @property
-    def found(self) -> Attribution:
+    def found(self) -> attribution.Attribution:
         """What the points so far amount to."""
         attributions = self._sums()
         sharpness, path_delta, hidden, jumps = torch.tensor(
@@ -408,10 +387,10 @@ class _Path:
         most = torch.where(sharpness < 1, norms_of(tuple(apart)) / norm.clamp(min=1e-300), 1)
         most = most.clamp(max=1)
         count = sum(delta[0].numel() for delta in self.deltas)
-        unit = ROUNDING * self._unit
+        unit = attribution.ROUNDING * self._unit
         floor = unit * self.sizes * step / count + LEAST * norm * most / count**0.5
         # What nobody accounts for may be anybody's: more of it is shared out than was seen.
-        mean = sizes_of(attributions) / count + 1e-300
+        mean = attribution.sizes_of(attributions) / count + 1e-300
         most_hidden = SIGMAS * hidden / (norms_of(attributions) + mean * count**0.5)
         errors = tuple(
             torch.where(
@@ -423,7 +402,7 @@ class _Path:
             ).to(each.dtype)
             for bar, each, delta in zip(bars, attributions, self.deltas, strict=True)
         )
-        return Attribution(
+        return attribution.Attribution(
             attributions,
             self.steps.clone(),
             errors if int(self.even.min()) >= 3 else None,

@@ -130,21 +130,7 @@ class Trace(NamedTuple):
         # Mirrored at both ends; fourth differences let smooth parts of large size leak nowhere.
         padded = torch.cat([jumps[:2].flip(0), jumps, jumps[-2:].flip(0)])
         filtered = padded.diff(n=4, dim=0)
-        at = torch.arange(len(filtered), dtype=torch.float64)
-        low, high = (
-            float(
-                (
-                    torch.exp(1j * torch.pi * band[:, None] * at)
-                    @ filtered.to(torch.complex128)
-                    / (2 * (torch.pi * band / 2).sin())[:, None] ** 4
-                )
-                .abs()
-                .square()
-                .sum()
-            )
-            / len(band)
-            for band in (_LOW, _HIGH)
-        )
+        low, high = (_power(filtered, band) for band in (_LOW, _HIGH))
         ratio = math.sqrt(high / low) if low > 0 else 1.0
         if not ratio < _SMOOTH:
             return 1.0
@@ -160,3 +146,11 @@ class Trace(NamedTuple):
         peaks = ((middle > 0) & (middle < TAIL * size) & (middle > _GROWTH * beside)).any(1)
         points = peaks.nonzero().flatten().tolist()
         return {gap for point in points for gap in (point, point + 1)}
+
+
+def _power(values: Tensor, band: Tensor) -> float:
+    """Return the mean power of waves of these frequencies, with what fourth differences lose."""
+    at = torch.arange(len(values), dtype=torch.float64)
+    waves = torch.exp(1j * torch.pi * band[:, None] * at) @ values.to(torch.complex128)
+    gains = (2 * (torch.pi * band / 2).sin())[:, None] ** 4
+    return float((waves / gains).abs().square().sum()) / len(band)

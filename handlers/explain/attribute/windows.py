@@ -106,24 +106,22 @@ def _falls(
         if not torch.equal(request.inputs[which][row][place], request.baselines[which][row][place])
     ]
     whole = _outputs_without(request, [(row, None) for row in rows])
-    zeros = [torch.zeros_like(each, dtype=torch.float64) for each in request.inputs]
-    holding, sums = [each[0].clone() for each in zeros], zeros
+    sums = [torch.zeros_like(each, dtype=torch.float64) for each in request.inputs]
+    holding = [each[0].clone() for each in sums]
     for which, place in windows:
         holding[which][place] += 1
-    sides = [[0.0, 0.0] for _ in rows]
-    steps = [0] * len(request)
+    sides, steps = [[0.0, 0.0] for _ in rows], [0 for _ in rows]
     for (row, (which, place)), output in zip(asked, _outputs_without(request, asked), strict=True):
         fall = whole[row] - output
         sums[which][row][place] += fall
         sides[row][fall < 0] += fall * float((1 / holding[which][place]).mean())
         steps[row] += 1
+    found = []
+    for which, each in enumerate(request.inputs):
+        share = holding[which] * _members(each, group_of(groups, which))
+        found.append((sums[which] / share).to(real_dtype(each)))
     return Attribution(
-        tuple(
-            (total / (count * _members(each, group_of(groups, which)))).to(real_dtype(each))
-            for which, (total, count, each) in enumerate(
-                zip(sums, holding, request.inputs, strict=True)
-            )
-        ),
+        tuple(found),
         torch.tensor(steps, device=request.device),
         sides=torch.tensor(sides, dtype=torch.float64, device=request.device),
     )

@@ -7,19 +7,8 @@ import numpy as np
 from torch import Tensor
 
 from modelyard.base import explain_words as words
+from modelyard.handlers.explain.draw import picture
 from modelyard.handlers.explain.draw.page import figures
-from modelyard.handlers.explain.draw.picture import (
-    INK,
-    MARGIN,
-    PALE,
-    SOFT,
-    Drawn,
-    Sheet,
-    Texts,
-    colours_of,
-    printable,
-    shorten,
-)
 
 MOST_BARS = 20
 """What is smaller is one bar."""
@@ -185,27 +174,31 @@ def figure(bars: Sequence[Bar], answer: words.Answer | None, strength: float = 1
     return str(figures().bars(chart(bars, answer), strength))
 
 
-def drawn_of(bars: Sequence[Bar], thing: str, sides: tuple[float, float] | None = None) -> Drawn:
+def drawn_of(
+    bars: Sequence[Bar], thing: str, sides: tuple[float, float] | None = None
+) -> picture.Drawn:
     """Return what bars show; `sides` as in `Explanation`."""
     sizes = sum(abs(bar.value) for bar in bars)
     unsure = sum(abs(bar.value) for bar in bars if bar.is_unsure)
-    return Drawn(sides or sums(bars), unsure / sizes if sizes else 0.0, thing)
+    return picture.Drawn(sides or sums(bars), unsure / sizes if sizes else 0.0, thing)
 
 
-def render(bars: Sequence[Bar], answer: words.Answer, texts: Texts, strength: float = 1.0) -> bytes:
+def render(
+    bars: Sequence[Bar], answer: words.Answer, texts: picture.Texts, strength: float = 1.0
+) -> bytes:
     """Draw the chart as a PNG file."""
     drawn = chart(bars, answer)
     first, last = ([end] for end in drawn.ends) if drawn.ends else ([], [])
     rows = len(drawn.steps) + len(first) + len(last)
-    sheet = Sheet(_NAMES + _PLOT + _NUMBERS, _ROW * (rows + 1), texts)
-    left, top = MARGIN + _NAMES, sheet.top
+    sheet = picture.Sheet(_NAMES + _PLOT + _NUMBERS, _ROW * (rows + 1), texts)
+    left, top = picture.MARGIN + _NAMES, sheet.top
     for place, value in drawn.ticks:
         x, bottom = left + _PLOT * place, top + _ROW * rows
         sheet.draw.line((x, top, x, bottom + 4), fill=_GRID)
-        text = printable(words.number(value))
-        sheet.draw.text((x, bottom + 6), text, fill=SOFT, font=sheet.text, anchor="mt")
+        text = picture.printable(words.number(value))
+        sheet.draw.text((x, bottom + 6), text, fill=picture.SOFT, font=sheet.text, anchor="mt")
     for name, value in first:
-        _write(sheet, top, name, value, SOFT)
+        _write(sheet, top, name, value, picture.SOFT)
         top += _ROW
     if not drawn.is_way:
         at = left + _PLOT * drawn.zero
@@ -218,17 +211,17 @@ def render(bars: Sequence[Bar], answer: words.Answer, texts: Texts, strength: fl
         if drawn.is_way:
             way = left + _PLOT * step.start
             sheet.draw.line((way, top - 6, way, top + 5), fill=_LINE)
-        _write(sheet, top, step.bar.name, step.bar.value, INK, step.bar.shown, words.signed)
+        _write(sheet, top, step.bar.name, step.bar.value, picture.INK, step.bar.shown, words.signed)
         top += _ROW
     for name, value in last:
         way = left + _PLOT * drawn.last
         sheet.draw.line((way, top - 6, way, top + _ROW - 8), fill=_LINE)
-        _write(sheet, top, name, value, SOFT)
+        _write(sheet, top, name, value, picture.SOFT)
     return sheet.png()
 
 
 def _write(
-    sheet: Sheet,
+    sheet: picture.Sheet,
     top: int,
     name: str,
     value: float,
@@ -236,17 +229,19 @@ def _write(
     shown: str = "",
     spell: Callable[[float], str] = words.number,
 ) -> None:
-    text = shorten(name, sheet.text, _NAMES - 16, f" = {shown}" if shown else "")
-    sheet.draw.text((MARGIN, top + 4), text, fill=colour, font=sheet.text)
-    place = (MARGIN + _NAMES + _PLOT + _NUMBERS, top + 4)
-    sheet.draw.text(place, printable(spell(value)), fill=colour, font=sheet.text, anchor="ra")
+    text = picture.shorten(name, sheet.text, _NAMES - 16, f" = {shown}" if shown else "")
+    sheet.draw.text((picture.MARGIN, top + 4), text, fill=colour, font=sheet.text)
+    place = (picture.MARGIN + _NAMES + _PLOT + _NUMBERS, top + 4)
+    sheet.draw.text(
+        place, picture.printable(spell(value)), fill=colour, font=sheet.text, anchor="ra"
+    )
 
 
 def _colour(bar: Bar, strength: float) -> tuple[int, int, int]:
     if bar.kind == "rest":
         return _GREY
-    share = _STRONG * strength * (PALE if bar.is_unsure else 1)
-    return colours_of(share if bar.value > 0 else -share)
+    share = _STRONG * strength * (picture.PALE if bar.is_unsure else 1)
+    return picture.colours_of(share if bar.value > 0 else -share)
 
 
 def _scale(low: float, high: float) -> tuple[Callable[[float], float], list[tuple[float, float]]]:

@@ -79,12 +79,9 @@ class Heat:
 
     def over(self, regions: Regions) -> "Heat":
         """Return the same over regions."""
-        values, errors = (
-            None if each is None else each[regions.labels]
-            for each in (regions.values, regions.errors)
-        )
-        assert values is not None
-        return replace(self, values=values, errors=errors, regions=regions)
+        labels, off = regions.labels, regions.errors
+        errors = None if off is None else off[labels]
+        return replace(self, values=regions.values[labels], errors=errors, regions=regions)
 
     @property
     def _parts(self) -> tuple[np.ndarray, np.ndarray]:
@@ -230,10 +227,8 @@ def stack(pictures: Sequence[bytes]) -> bytes:
     if len(pictures) == 1:
         return pictures[0]
     sheets = [Image.open(io.BytesIO(each)) for each in pictures]
-    whole = Image.new(
-        "RGB", (max(each.width for each in sheets), sum(each.height for each in sheets)), "white"
-    )
-    top = 0
+    size = max(each.width for each in sheets), sum(each.height for each in sheets)
+    whole, top = Image.new("RGB", size, "white"), 0
     for sheet in sheets:
         whole.paste(sheet, (0, top))
         top += sheet.height
@@ -355,11 +350,10 @@ def _outlined(panel: Image.Image, regions: Regions, *, every: bool) -> Image.Ima
 def _borders(labels: np.ndarray) -> np.ndarray:
     """Return the pixels (H, W) on both sides of a border, but for those of the picture's edge."""
     found = np.zeros(labels.shape, bool)
-    across, down = labels[:, 1:] != labels[:, :-1], labels[1:] != labels[:-1]
-    for part in (found[:, 1:], found[:, :-1]):
-        part |= across
-    for part in (found[1:], found[:-1]):
-        part |= down
+    for plane, each in ((labels, found), (labels.T, found.T)):
+        border = plane[1:] != plane[:-1]
+        each[1:] |= border
+        each[:-1] |= border
     return found
 
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from modelyard.base.explain_options import WrongOption, read_option
-from modelyard.handlers.accept import weights_of
-from modelyard.handlers.body import parse_strictly
+from modelyard.handlers.body import parse_strictly, weights_of
 from modelyard.handlers.errors import BadInput
 from modelyard.handlers.explain.attribute.attribution import DEFAULT_TOLERANCE, MAX_STEPS
 from modelyard.handlers.explain.attribute.methods import MEASURES, METHODS

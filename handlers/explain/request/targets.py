@@ -10,15 +10,10 @@ import torch
 from torch import Tensor
 
 from modelyard.handlers.errors import BadInput
-from modelyard.handlers.explain.attribute.attribution import (
-    Tensors,
-    outputs_of,
-    ranges_of,
-    softmax_of,
-)
+from modelyard.handlers.explain.attribute import attribution
 from modelyard.handlers.explain.attribute.method import Choice
 from modelyard.handlers.explain.request.options import MOST_TARGETS, ExplainOptions, Region
-from modelyard.handlers.models.backends import Artifact, Output
+from modelyard.handlers.models.backends import Artifact, Output, as_tuple, dtype_name
 from modelyard.handlers.proof.agree import Rule
 
 Place = int | str | tuple[int, ...]
@@ -95,13 +90,13 @@ class ExplainedModel:
     """How far the two may be apart; None where they are one, or the reports state nothing."""
     label: Callable[[int], str]
     """Output index → its name."""
-    baselines: Callable[[str, Tensors, int], Tensors]
+    baselines: Callable[[str, attribution.Tensors, int], attribution.Tensors]
     """Name, one request's inputs (1, …) and seed → as many tensors (B, …)."""
     window: Callable[[torch.Size, int | None], tuple[int, ...]]
     """Shape of a row and side → shape of a window."""
-    score: Callable[[Any], Tensor] = outputs_of
+    score: Callable[[Any], Tensor] = attribution.outputs_of
     """Outputs of a call → the numbers (N, …) of which one per row is explained."""
-    probabilities: Callable[[Tensor], Tensor | None] = softmax_of
+    probabilities: Callable[[Tensor], Tensor | None] = attribution.softmax_of
     """These numbers → the probabilities that predictions give for them; None where they do not."""
     find_target: Callable[[int, str, Tensor, Tensor | None], Sequence[Target] | None] = (
         lambda row, target, scores, inside: None
@@ -110,7 +105,7 @@ class ExplainedModel:
     the region → what is explained; None leaves it to the common rule."""
     name_place: Callable[[int, tuple[int, ...]], str] | None = None
     """Row and place among scores of more than one dimension → its name."""
-    scales: Callable[[Tensor], Tensor] = ranges_of
+    scales: Callable[[Tensor], Tensor] = attribution.ranges_of
     """Values of an input (N, *S) → by how much they vary (N, …), which noise is a share of."""
     default_baseline: str = "zero"
     baseline_means: Callable[[str], str | None] = lambda name: None
@@ -169,15 +164,14 @@ class ExplainedModel:
 
 
 def _output_at(outputs: Output, place: int, name: str) -> Tensor:
-    tensors = (outputs,) if isinstance(outputs, Tensor) else outputs
+    tensors = as_tuple(outputs)
     found = tensors[place]
     if not found.is_floating_point() or found.dim() == 0:
-        kind = str(found.dtype).removeprefix("torch.")
         raise BadInput(
-            f'output "{name}" is {kind}{list(found.shape)}; only real numbers of each row can be '
-            "explained"
+            f'output "{name}" is {dtype_name(found.dtype)}{list(found.shape)}; only real numbers '
+            "of each row can be explained"
         )
-    return outputs_of(found)
+    return attribution.outputs_of(found)
 
 
 SHOWN_LABELS = 10
@@ -208,18 +202,14 @@ def find_targets(
         sizes = list(scores.shape)
         del sizes[model.class_dim]
         inside = model.find_region(row, region, tuple(sizes)).to(scores.device)
-
-    def named(text: str, what: str) -> list[Target]:
-        found = _find(model, row, what, text, scores, region, inside)
-        return [_named(model, row, each, scores) for each in found]
-
+    finder = _Finder(model, row, scores, region, inside)
     classes = scores.dim() == 1 and len(scores) > 1
     if options.shows_runner_up and classes and model.probabilities(scores[None]) is not None:
-        return named("top-2", "target")
-    found = named(options.target, "target")
+        return finder.find("top-2", "target")
+    found = finder.find(options.target, "target")
     if options.against is None:
         return found
-    others = named(options.against, "against")
+    others = finder.find(options.against, "against")
     if len(others) > 1:
         raise BadInput(f'against is "{options.against}"; expected one target')
     return [_contrast(each, others[0]) for each in found]
@@ -271,68 +261,100 @@ def first_of(target: str, count: int, what: str = "target") -> int | None:
     return int(tail)
 
 
-def _find(
-    model: ExplainedModel, row: int, what: str, text: str, scores: Tensor,
-    region: Region | None, inside: Tensor | None,
-) -> Sequence[Target]:  # fmt: skip
-    if text.startswith(SUM):
-        return [_sum(model, what, text.removeprefix(SUM), scores, region, inside)]
-    if region is not None and region.is_predicted:
-        raise BadInput(f'region is predicted and {what} "{text}"; expected the {what} sum:CLASS')
-    found = model.find_target(row, text, scores, inside)
-    if found is None and region is not None:
-        raise BadInput(
-            f'region does not apply to the {what} "{text}"; expected sum:CLASS, or one that this '
-            "model looks for in a region"
-        )
-    return found or [at_place(each) for each in _places(what, text, scores, model)]
+@dataclass(frozen=True)
+class _Finder:
+    """Finds targets among the scores (…) of one request."""
 
+    model: ExplainedModel
+    row: int
+    scores: Tensor
+    region: Region | None
+    inside: Tensor | None
+    """Which places are in the region, where that is not the predicted one."""
 
-def _sum(
-    model: ExplainedModel, what: str, name: str, scores: Tensor,
-    region: Region | None, inside: Tensor | None,
-) -> Target:  # fmt: skip
-    if scores.dim() < 2:
-        raise BadInput(
-            f'{what} is "{SUM}{name}"; expected an index or a label: this output has one number '
-            "for each class, and nothing to sum over"
-        )
-    count = scores.shape[model.class_dim]
-    index = class_index(name, count, model.label)
-    if index is None:
-        raise BadInput(
-            f'{what} is "{SUM}{name}"; expected {SUM} and {known_classes(count, model.label)}'
-        )
-    label = model.label(index)
-    if region is not None and region.is_predicted:
-        # A class alone is there where its logit is above 0.
-        is_alone = scores.shape[model.class_dim] == 1
-        inside = (
-            scores.select(model.class_dim, 0) > 0
-            if is_alone
-            else (scores.argmax(model.class_dim) == index)
-        )
-        if not inside.any():
-            raise BadInput(f'region is predicted; "{label}" is predicted nowhere in this input')
-    numbers = torch.zeros_like(scores, dtype=torch.bool)
-    numbers.select(model.class_dim, index)[...] = True if inside is None else inside
-    return sum_over(numbers, f"{SUM}{index}", f"sum of {label} over {int(numbers.sum())} places")
+    def find(self, text: str, what: str) -> list[Target]:
+        """Return what a text means; `what` is the option that it was given as."""
+        model, region = self.model, self.region
+        if text.startswith(SUM):
+            return [self._named(self._sum(text.removeprefix(SUM), what))]
+        if region is not None and region.is_predicted:
+            raise BadInput(
+                f'region is predicted and {what} "{text}"; expected the {what} sum:CLASS'
+            )
+        found = model.find_target(self.row, text, self.scores, self.inside)
+        if found is None and region is not None:
+            raise BadInput(
+                f'region does not apply to the {what} "{text}"; expected sum:CLASS, or one that '
+                "this model looks for in a region"
+            )
+        return list(map(self._named, found or map(at_place, self._places(text, what))))
 
+    def _sum(self, name: str, what: str) -> Target:
+        model, scores, inside = self.model, self.scores, self.inside
+        if scores.dim() < 2:
+            raise BadInput(
+                f'{what} is "{SUM}{name}"; expected an index or a label: this output has one '
+                "number for each class, and nothing to sum over"
+            )
+        count = scores.shape[model.class_dim]
+        index = class_index(name, count, model.label)
+        if index is None:
+            raise BadInput(
+                f'{what} is "{SUM}{name}"; expected {SUM} and {known_classes(count, model.label)}'
+            )
+        label = model.label(index)
+        if self.region is not None and self.region.is_predicted:
+            # A class alone is there where its logit is above 0.
+            inside = scores.argmax(model.class_dim) == index
+            if count == 1:
+                inside = scores.select(model.class_dim, 0) > 0
+            if not inside.any():
+                raise BadInput(f'region is predicted; "{label}" is predicted nowhere in this input')
+        numbers = torch.zeros_like(scores, dtype=torch.bool)
+        numbers.select(model.class_dim, index)[...] = True if inside is None else inside
+        return sum_over(
+            numbers, f"{SUM}{index}", f"sum of {label} over {int(numbers.sum())} places"
+        )
 
-def _named(model: ExplainedModel, row: int, target: Target, scores: Tensor) -> Target:
-    """Return a target with its name, its label and its probability."""
-    target = replace(target, output=target.output or model.output_name)
-    if target.label:
-        return target
-    place = int(target.places[0])
-    chances = model.probabilities(scores.double().unsqueeze(0))
-    probability = None if chances is None else float(chances.flatten()[place])
-    name: Place = place
-    label = model.label(place)
-    if scores.dim() > 1:
-        name = tuple(map(int, np.unravel_index(place, tuple(scores.shape))))
-        label = model.name_place(row, name) if model.name_place else ",".join(map(str, name))
-    return replace(target, name=name, label=label, probability=probability)
+    def _named(self, target: Target) -> Target:
+        """Return a target with its name, its label and its probability."""
+        model, scores = self.model, self.scores
+        target = replace(target, output=target.output or model.output_name)
+        if target.label:
+            return target
+        place = int(target.places[0])
+        chances = model.probabilities(scores.double().unsqueeze(0))
+        probability = None if chances is None else float(chances.flatten()[place])
+        name: Place = place
+        label = model.label(place)
+        if scores.dim() > 1:
+            name = tuple(map(int, np.unravel_index(place, tuple(scores.shape))))
+            label = ",".join(map(str, name))
+            if model.name_place:
+                label = model.name_place(self.row, name)
+        return replace(target, name=name, label=label, probability=probability)
+
+    def _places(self, text: str, what: str) -> list[int]:
+        """Find the places in the flattened scores that a text means."""
+        scores, flat = self.scores, self.scores.flatten()
+        if text == "predicted":
+            return [int(flat.argmax())]
+        if (number := first_of(text, len(flat), what)) is not None:
+            return flat.topk(number).indices.tolist()
+        parts = text.split(",")
+        if all(map(is_number, parts)) and len(parts) == scores.dim():
+            with contextlib.suppress(ValueError):  # a place outside
+                place = tuple(map(int, parts))
+                return [int(np.ravel_multi_index(place, tuple(scores.shape)))]
+        if scores.dim() == 1:
+            index = class_index(text, len(flat), self.model.label)
+            if index is not None:
+                return [index]
+            known = known_classes(len(flat), self.model.label)
+        else:
+            ends = ",".join(str(size - 1) for size in scores.shape)
+            known = f"sum:CLASS, or a place up to {ends}"
+        raise BadInput(f'{what} is "{text}"; expected predicted, top-N, {known}')
 
 
 def _contrast(one: Target, other: Target) -> Target:
@@ -346,29 +368,3 @@ def _contrast(one: Target, other: Target) -> Target:
         label=f"{one.label} rather than {other.label}",
         against=other.name,
     )
-
-
-def _places(what: str, text: str, scores: Tensor, model: ExplainedModel) -> list[int]:
-    """Find the places in the flattened scores that a request means."""
-    flat = scores.flatten()
-    if text == "predicted":
-        return [int(flat.argmax())]
-    if (number := first_of(text, len(flat), what)) is not None:
-        return flat.topk(number).indices.tolist()
-    parts = text.split(",")
-    if all(map(is_number, parts)) and len(parts) == scores.dim():
-        with contextlib.suppress(ValueError):  # a place outside
-            place = tuple(map(int, parts))
-            return [int(np.ravel_multi_index(place, tuple(scores.shape)))]
-    if scores.dim() > 1:
-        ends = ",".join(str(size - 1) for size in scores.shape)
-        raise BadInput(
-            f'{what} is "{text}"; expected predicted, top-N, sum:CLASS, or a place up to {ends}'
-        )
-    count = len(flat)
-    index = class_index(text, count, model.label)
-    if index is None:
-        raise BadInput(
-            f'{what} is "{text}"; expected predicted, top-N, {known_classes(count, model.label)}'
-        )
-    return [index]

@@ -15,7 +15,8 @@ from typing import Any, cast
 import pytest
 
 from modelyard.archiver.errors import NotTrusted
-from modelyard.archiver.signing import generate_keys, read_signing_key, read_trusted_keys
+from modelyard.archiver.keys import generate_keys
+from modelyard.archiver.signing import read_signing_key, read_trusted_keys
 from modelyard.plugins.audit.chain import (
     FIRST,
     MOST_LINE_BYTES,

@@ -13,7 +13,7 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from modelyard.archiver.signing import generate_keys
+from modelyard.archiver.keys import generate_keys
 from modelyard.plugins.audit.chain import read_chain
 from modelyard.plugins.audit.cli import audit_app
 from modelyard.serve.http.tokens import make_grant

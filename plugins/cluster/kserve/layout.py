@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from modelyard.archiver import ArchiveError, write_archive
-from modelyard.archiver.alternatives import REPORT
 from modelyard.archiver.choose import AUTO
+from modelyard.archiver.report import REPORT
 from modelyard.archiver.untrusted.names import MANIFEST_NAME
 from modelyard.serve.control.store import list_archives
 from modelyard.serve.errors import StartError

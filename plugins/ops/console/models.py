@@ -12,11 +12,11 @@ from modelyard.plugins.ops.console.readings import RECENT, TOTAL, Key, Watch
 from modelyard.plugins.ops.console.visit import Page, Visit
 from modelyard.serve.control.register import Lifecycle
 from modelyard.serve.control.registry import UNLOADED, ModelVersion
+from modelyard.serve.dataplane.heap import resident_bytes
 from modelyard.serve.dataplane.metrics import KINDS
 from modelyard.serve.dataplane.pool import ReplicaSlot
 from modelyard.serve.errors import BadRequest
 from modelyard.serve.http.connection import Answer
-from modelyard.serve.memory import resident_bytes
 from modelyard.serve.settings import MOST_WORKERS
 
 NEWEST = 3

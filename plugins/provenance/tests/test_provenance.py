@@ -23,8 +23,8 @@ from typer.testing import CliRunner
 from modelyard.archiver import open_archive, write_archive
 from modelyard.archiver.collect import Part
 from modelyard.archiver.errors import ArchiveError, NotProven, NotTrusted, WrongUsage
+from modelyard.archiver.keys import generate_keys
 from modelyard.archiver.signing import (
-    generate_keys,
     read_signing_key,
     read_trusted_keys,
     sign_payload,

@@ -17,10 +17,10 @@ from modelyard.archiver.errors import ArchiveError, NotTrusted
 from modelyard.archiver.proven import find_unproven
 from modelyard.archiver.signing import (
     find_signer,
+    parse_date,
     read_signing_key,
     read_trusted_keys,
 )
-from modelyard.archiver.statement import parse_date
 from modelyard.archiver.untrusted.names import PROVEN_NAME, SIGNING_NAME
 from modelyard.archiver.write import put
 from modelyard.plugins.recertify import lines

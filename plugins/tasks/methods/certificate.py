@@ -29,9 +29,9 @@ from modelyard.handlers.explain.attribute.attribution import (
 from modelyard.handlers.explain.attribute.cut import cut_at_embedding
 from modelyard.handlers.explain.attribute.method import AskedRequest, Measurement, Result
 from modelyard.handlers.explain.attribute.methods import METHODS
-from modelyard.handlers.explain.explainer import as_tuple
 from modelyard.handlers.explain.explanation import Explanation, explain_batch
 from modelyard.handlers.explain.request.options import ExplainOptions
+from modelyard.handlers.models.backends import as_tuple
 from modelyard.handlers.proof.mutation import Mutation, mutated
 from modelyard.plugins.tasks.methods.features import Features, curves_of, features_of, scores_of
 

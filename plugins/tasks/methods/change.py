@@ -22,8 +22,7 @@ import numpy.typing as npt
 import torch
 
 from modelyard.handlers.errors import BadInput
-from modelyard.handlers.explain.attribute.attribution import chunks
-from modelyard.handlers.explain.attribute.memory import most_rows
+from modelyard.handlers.explain.attribute.attribution import chunks, most_rows
 from modelyard.handlers.explain.attribute.method import Choice, Measurement, Result
 from modelyard.handlers.models.backends import Artifact
 from modelyard.plugins.tasks.methods.trees import cuts_of

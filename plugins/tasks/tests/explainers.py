@@ -19,9 +19,9 @@ import torch
 from modelyard.archiver.explanations import Explanations, parse_explanations
 from modelyard.archiver.untrusted.json import format_json
 from modelyard.handlers.explain.attribute.methods import METHODS
-from modelyard.handlers.explain.explainer import as_tuple
+from modelyard.handlers.models.backends import as_tuple
 from modelyard.plugins.tasks.methods import certificate
-from modelyard.serve.worker import explained
+from modelyard.serve.worker import measured
 from modelyard.serve.worker.load import Service
 
 Array = np.ndarray
@@ -335,5 +335,5 @@ def certificate_of(
             return [explain(honest, data, context)]
 
         service = replace(service, explain=answer)
-    found = explained.measure(service, {"requests": requests, "budget_s": 1e9})
+    found = measured.measure_explanations(service, {"requests": requests, "budget_s": 1e9})
     return found if isinstance(found, str) else parse_explanations(format_json(found))

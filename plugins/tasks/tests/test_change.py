@@ -14,8 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from modelyard.archiver.ranges import Range, ranges_of
-from modelyard.archiver.reference import Reference
+from modelyard.archiver.reference import Range, Reference, ranges_of
 from modelyard.archiver.signature import Dim, TensorSpec
 from modelyard.handlers import BadInput, Context, TabularHandler
 from modelyard.handlers.explain.attribute.method import Choice

@@ -223,7 +223,8 @@ def _look_inside(
     policy: TorchServePolicy, spec: ModelSpec, archive: Archive, is_loaded: bool
 ) -> Looked:
     with warnings_of_readers() as said:
-        name, config, _ = build.admit(archive, spec, policy)
+        admitted = build.admit(archive, spec, policy)
+    name, config = admitted.name, admitted.config
     label = f"{name} {archive.manifest.model_version}"
     findings = [Finding(CHANGES, label, text) for text in said]
     findings += _look_at_code(policy, archive, label)

@@ -20,7 +20,6 @@ from typer.testing import CliRunner
 from modelyard.archiver.signature import parse_inputs
 from modelyard.exporter import UsageError, export
 from modelyard.exporter.bench.child import read_joules
-from modelyard.exporter.bench.cli import app
 from modelyard.exporter.bench.measure import (
     Plan,
     bench,
@@ -32,11 +31,12 @@ from modelyard.exporter.bench.measure import (
 from modelyard.exporter.bench.report import (
     BenchReport,
     Cell,
+    bench_table,
     describe_machine,
     script_data,
     write_bench_page,
 )
-from modelyard.exporter.bench.table import bench_table
+from modelyard.exporter.cli import bench_app as app
 
 NET = """
 class Net(nn.Module):
@@ -232,7 +232,7 @@ def test_the_table_holds_every_subject_and_the_reason_of_a_failure(report: Bench
     shown = console.export_text()
     for footprint in report.footprints:
         assert footprint.subject in shown
-    assert "damaged.onnx is damaged" in shown
+    assert "damaged.onnx is refused" in shown
     assert "reference" in shown
 
 

@@ -406,7 +406,7 @@ def _pickled_weight(folder: Path, marker: Path) -> Path:
     return _rewritten(_program(folder), folder / "a.pt2", change)
 
 
-@hostile("a pt2 whose weight leaves its bytes", "leaves its")
+@hostile("a pt2 whose weight leaves its bytes", "bytes into a payload of")
 def _program_range(folder: Path, marker: Path) -> Path:
     def change(name: str, content: bytes) -> bytes:
         if not name.endswith("_weights_config.json"):
@@ -628,7 +628,7 @@ def _laughing_hyper_parameters(folder: Path, marker: Path) -> Path:
     return folder / "a.pt"
 
 
-@hostile("a module that holds itself twice", "a tree of more than")
+@hostile("a module that holds itself twice", "or itself")
 def _module_in_itself(folder: Path, marker: Path) -> Path:
     module = nn.Linear(3, 2)
     module._modules["left"] = module._modules["right"] = module
@@ -636,7 +636,7 @@ def _module_in_itself(folder: Path, marker: Path) -> Path:
     return folder / "a.pt"
 
 
-@hostile("dicts that hold each other a thousand times", "inside of themselves")
+@hostile("dicts that hold each other a thousand times", "or itself")
 def _dict_in_itself(folder: Path, marker: Path) -> Path:
     content: dict[str, Any] = {"x": 1}
     for _ in range(5):

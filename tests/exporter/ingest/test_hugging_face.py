@@ -69,7 +69,7 @@ def test_model_args_replace_values_of_the_configuration(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "seen"),
     [
-        pytest.param({"num_hiden_layers": 1}, "such as num_hidden_layers", id="unknown"),
+        pytest.param({"num_hiden_layers": 1}, "did you mean num_hidden_layers", id="unknown"),
         pytest.param({"attn_implementation": "a/b"}, 'kernel "a/b" would be fetched', id="kernel"),
     ],
 )
@@ -122,7 +122,7 @@ def test_a_head_whose_weights_are_missing_is_refused_by_their_names(bert: Path) 
 @pytest.mark.parametrize(
     ("model", "task", "seen"),
     [
-        pytest.param(None, "txt-classification", "expected text-classification", id="misspelt"),
+        pytest.param(None, "txt-classification", "did you mean text-classification", id="misspelt"),
         pytest.param(None, "object-detection", "no AutoModelForObjectDetection", id="other kind"),
         pytest.param("transformers:BertModl", None, "did you mean BertModel?", id="class"),
         pytest.param("net.py:Net", "fill-mask", "leave --model net.py:Net out", id="both"),
@@ -178,7 +178,7 @@ def test_code_of_the_folder_is_refused_however_it_is_written(value: Any, bert: P
             id="quantised",
         ),
         pytest.param({"model_type": "brt"}, ModelError, 'the model_type "brt"', id="unknown type"),
-        pytest.param({"hidden_size": "wide"}, ModelError, "refused by transformers", id="value"),
+        pytest.param({"hidden_size": "wide"}, ModelError, "transformers refuses", id="value"),
     ],
 )
 def test_a_configuration_that_cannot_be_used_is_refused(

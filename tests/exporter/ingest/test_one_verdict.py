@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 from modelyard.archiver import ArchiveError, open_archive, write_archive
 from modelyard.archiver.cli import verify_app
 from modelyard.exporter.cli import app as export_app
+from modelyard.exporter.cli import inspect_app
 from modelyard.exporter.errors import CheckpointError
 from modelyard.exporter.ingest import read_checkpoint
-from modelyard.exporter.inspect_cli import inspect_app
 from modelyard.exporter.inspection import describe
 from modelyard.handlers.errors import UnsafeProgram
 from modelyard.handlers.judge.check import load_program

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from modelyard.archiver import open_archive, write_archive
-from modelyard.archiver.signing import generate_keys, read_signing_key, read_trusted_keys
+from modelyard.archiver.keys import generate_keys
+from modelyard.archiver.signing import read_signing_key, read_trusted_keys
 from modelyard.archiver.untrusted.names import (
     EXPLANATIONS_NAME,
     MANIFEST_NAME,

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from modelyard.base.extras import how_to_install
 from modelyard.handlers.context import Context
 from modelyard.handlers.errors import LoadError
-from modelyard.handlers.models.backends import detect_format, open_artifact, open_session
+from modelyard.handlers.models.backends import Opening, detect_format, open_artifact, open_session
 from modelyard.handlers.models.sharing import map_weights
 from ts.handler_utils.timer import timed
 from ts.utils.util import check_valid_pt2_backend, list_classes_from_module, load_label_mapping
@@ -187,7 +187,8 @@ class BaseHandler(ABC):  # noqa: B024  authors ask isinstance(…, ABC)
         if suffix == ".pt":
             return self._share_weights(self._load_torchscript_model(path)).eval()
         if suffix == ".onnx":
-            return open_session(Path(cast("str", path)), torch.device(self.device), share=True)
+            how = Opening(torch.device(self.device), share=True)
+            return open_session(Path(cast("str", path)), how)
         if suffix == ".pt2":
             return _open_package(Path(cast("str", path)), self.device)
         if suffix == ".so" and self._use_torch_export_aot_compile():

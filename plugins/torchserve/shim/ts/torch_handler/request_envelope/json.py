@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from modelyard.handlers.instances import decode_instance
+from modelyard.handlers.body import decode_instance
 from ts.torch_handler.request_envelope.base import BaseEnvelope, document, split
 
 
