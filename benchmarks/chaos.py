@@ -63,7 +63,7 @@ CLIENTS = 6
 START_S, BEFORE_S, AFTER_S, RECOVER_S = 240.0, 2.0, 2.0, 180.0
 FAILED_S = 20.0
 """For which a roll-out that has failed is left as it is."""
-CELL, SERVER, PROXY = b"ray::ServeReplica", b"modelyard.plugins.cluster.ray.child", b"/haproxy.cfg"
+CELL, SERVER, PROXY = b"ray::ServeReplica", b"modelyard.plugins.cluster.process", b"/haproxy.cfg"
 """What the command line of a process says."""
 RAY, SERVE = (str(Path(sys.executable).with_name(name)) for name in ("ray", "serve"))
 APPLICATION = "modelyard"

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from modelyard.plugins.ops.console.alerts import Alerts
 from modelyard.plugins.ops.console.app import Console, is_console
-from modelyard.plugins.ops.console.events import Events
+from modelyard.plugins.ops.console.events import Alerts, Events
 from modelyard.plugins.ops.console.log import LogPages, attach
 from modelyard.plugins.ops.console.models import ModelPages
 from modelyard.plugins.ops.console.readings import Watch
 from modelyard.plugins.ops.console.render import Renderer
 from modelyard.plugins.ops.console.rollout import RolloutPages
 from modelyard.plugins.ops.console.tryit import TryPages
-from modelyard.plugins.ops.drift import Drifts
-from modelyard.plugins.ops.rollout.control import Rollouts
-from modelyard.plugins.ops.rollout.routes import rollout_routes
+from modelyard.plugins.ops.reasons import Drifts
+from modelyard.plugins.ops.rollout.control import Rollouts, rollout_routes
 from modelyard.serve.control.register import Report
 from modelyard.serve.control.state import StateDir, read_json
 from modelyard.serve.http.connection import RequestResponseCycle
@@ -38,7 +36,6 @@ class Ops:
         registry.on_change.append(Drifts(settings, host.metrics, registry).changed)
         self._rollouts = rollouts = Rollouts(lifecycle, host.metrics)
         self.routers = [rollout_routes(rollouts)]
-        renderer = Renderer()
         self._watch, self._events = Watch(registry), Events()
         self._watch.on_reading = self._events.look
         self._alerts = Alerts(settings)
@@ -46,13 +43,13 @@ class Ops:
         registry.on_change.append(self._events.changed)
         registry.on_event.append(self._events.told)
         self._before = how_it_ended(lifecycle.policy.state)
-        models = ModelPages(lifecycle, renderer, self._watch, self._events, host.may_register)
-        log = LogPages(attach(host.unlogged), models, renderer, lifecycle.policy.state.log_file)
-        tries = TryPages(models, renderer, settings)
+        models = ModelPages(lifecycle, self._watch, self._events, host.may_register)
+        log = LogPages(attach(host.unlogged), models, lifecycle.policy.state.log_file.parent)
+        tries = TryPages(models, settings)
         pages = [*models.pages(), *tries.pages(), *log.pages()]
         if host.may_register:
-            pages += RolloutPages(models, renderer, rollouts, settings).pages()
-        self._console = Console(pages, renderer, host.grants, host.answers)
+            pages += RolloutPages(models, rollouts, settings.model_store).pages()
+        self._console = Console(pages, Renderer(), host.grants, host.answers)
 
     def owns(self, path: str) -> bool:
         """Return whether a path is the console's, which signs people in itself."""

@@ -4,6 +4,8 @@ import contextlib
 import json
 import secrets
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -95,7 +97,8 @@ class Generate(Steps, BaseHandler):
         form = EVENTS if sends_events else TEXT if asked.stream else ""
         if is_tritons and sends_events:
             form = TEXT  # whose pieces the server makes events of
-        text = Continuation(self._decode, prompt, asked.stop)
+        decode = partial(self.tokenizer.decode, skip_special_tokens=True)
+        text = Continuation(lambda tokens: decode(list(tokens)), prompt, asked.stop)
         key = "text_output" if is_tritons else "text"
         self._joining.append(_Text(request, asked, prompt, limit, form, text, key))
 
@@ -178,10 +181,6 @@ class Generate(Steps, BaseHandler):
             )
         return min(asked or self.max_new_tokens, places - prompt)
 
-    def _decode(self, tokens: Sequence[int]) -> str:
-        text: str = self.tokenizer.decode(list(tokens), skip_special_tokens=True)
-        return text
-
     def _find_end(self, stated: Any) -> frozenset[int]:
         if stated is None:
             return frozenset(self.report.end_tokens if self.report else ())
@@ -199,45 +198,33 @@ class Generate(Steps, BaseHandler):
         return frozenset(found.values())
 
 
+@dataclass(eq=False)
 class _Text:
-    """One text that is being written.
+    """One text that is being written."""
 
-    Args:
-        request: its number.
-        asked: what it is to be like.
-        prompt: its tokens.
-        limit: the most new tokens.
-        form: TEXT or EVENTS where it is streamed, empty for one answer.
-        text: text of the tokens so far.
-        key: what an answer has the text under.
-    """
+    request: int
+    """Its number."""
+    asked: Asked
+    prompt: list[int]
+    limit: int
+    """The most new tokens."""
+    form: str
+    """TEXT or EVENTS where it is streamed, empty for one answer."""
+    text: Continuation
+    """Text of the tokens so far."""
+    key: str
+    """What an answer has the text under."""
+    last: int = 0
+    reason: str = ""
+    """Why it has ended; empty while it goes on."""
+    generator: torch.Generator = field(default_factory=torch.Generator)
+    _written: list[str] = field(default_factory=list)
+    _count: int = 0
+    _seed: int | None = None
 
-    def __init__(
-        self,
-        request: int,
-        asked: Asked,
-        prompt: list[int],
-        limit: int,
-        form: str,
-        text: Continuation,
-        key: str,
-    ) -> None:
-        self._key = key
-        self.request = request
-        self.asked = asked
-        self.prompt = prompt
-        self.last = 0
-        self.reason = ""
-        """Why it has ended; empty while it goes on."""
-        self.generator = torch.Generator()
-        self._limit = limit
-        self._form = form
-        self._text = text
-        self._written: list[str] = []
-        self._count = 0
-        self._seed: int | None = None
-        if asked.temperature:
-            self._seed = secrets.randbits(31) if asked.seed is None else asked.seed
+    def __post_init__(self) -> None:
+        if self.asked.temperature:
+            self._seed = secrets.randbits(31) if self.asked.seed is None else self.asked.seed
             self.generator.manual_seed(self._seed)
 
     def take(self, token: int, is_end: bool) -> list[Part]:
@@ -248,17 +235,17 @@ class _Text:
         else:
             self.last = token
             self._count += 1
-            piece = self._text.add(token)
-            if self._text.has_stopped:
+            piece = self.text.add(token)
+            if self.text.has_stopped:
                 self.reason = "stop"
-            elif self._count == self._limit:
+            elif self._count == self.limit:
                 self.reason = "length"
         if self.reason:
-            piece += self._text.finish()
-            if self._text.has_stopped:
+            piece += self.text.finish()
+            if self.text.has_stopped:
                 self.reason = "stop"
             return [self._last_part(piece)]
-        if not self._form:
+        if not self.form:
             self._written.append(piece)
             return []
         return [self._part(self._event({"text": piece}), is_last=False)] if piece else []
@@ -271,20 +258,20 @@ class _Text:
         }
         if self._seed is not None:
             facts["seed"] = self._seed
-        if not self._form:
-            return Part(self.request, {self._key: "".join(self._written) + piece, **facts}, True)
-        if self._form == TEXT:
+        if not self.form:
+            return Part(self.request, {self.key: "".join(self._written) + piece, **facts}, True)
+        if self.form == TEXT:
             return self._part(piece, is_last=True)
         before = self._event({"text": piece}) if piece else ""
         return self._part(f"{before}event: end\n{self._event(facts)}", is_last=True)
 
     def _event(self, data: Mapping[str, Any]) -> str:
-        if self._form == TEXT:
+        if self.form == TEXT:
             return str(data["text"])
         return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
 
     def _part(self, value: str, is_last: bool) -> Part:
-        return Part(self.request, value, is_last, self._form)
+        return Part(self.request, value, is_last, self.form)
 
 
 def _content(row: Mapping[str, Any]) -> Any:

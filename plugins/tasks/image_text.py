@@ -19,12 +19,7 @@ from modelyard.handlers.explain.explanation import explain_batch
 from modelyard.handlers.limits import check_stated
 from modelyard.handlers.models.backends import Output
 from modelyard.handlers.models.rows import first_output, sigmoid, softmax
-from modelyard.handlers.tasks.text_handler import (
-    MAX_LENGTH,
-    PAD_TOKENS,
-    load_tokenizer,
-    role_of,
-)
+from modelyard.handlers.tasks.text_handler import MAX_LENGTH, PAD_TOKENS, load_tokenizer, role_of
 from modelyard.handlers.tasks.vision_handler import VisionHandler
 
 MAX_CHARACTERS = 10_000

@@ -7,8 +7,7 @@ from modelyard.base.extras import what_is_missing
 from modelyard.plugins.torchserve.configuration import read_tls
 from modelyard.plugins.torchserve.dialect import Combined, Dialect, Scrape, dialect_answers
 from modelyard.plugins.torchserve.inference import TorchServeInference, rephrase
-from modelyard.plugins.torchserve.log_config import ACCESS_LOG, MODEL_LOG
-from modelyard.plugins.torchserve.logs import Logs, access_line
+from modelyard.plugins.torchserve.logs import ACCESS_LOG, MODEL_LOG, Logs, access_line
 from modelyard.plugins.torchserve.management import TorchServeManagement
 from modelyard.plugins.torchserve.metrics import TorchServeMetrics
 from modelyard.plugins.torchserve.policy import TorchServePolicy

@@ -17,13 +17,7 @@ from modelyard.serve.dataplane.call import Stream
 from modelyard.serve.dataplane.metrics import Metrics
 from modelyard.serve.dataplane.wire import Buffer, Payload
 from modelyard.serve.front.begin import Fields, ServerState
-from modelyard.serve.http.application import (
-    Answers,
-    Application,
-    Calls,
-    Check,
-    Events,
-)
+from modelyard.serve.http.application import Answers, Application, Calls, Check, Events
 from modelyard.serve.http.connection import Answer, Headers, RequestResponseCycle
 from modelyard.serve.observers import Observer, with_observers
 

@@ -17,13 +17,7 @@ from email.message import Message
 from urllib.parse import parse_qsl
 
 from modelyard.plugins.torchserve import NO_WORKFLOWS, TORCHSERVE_VERSION, openapi
-from modelyard.plugins.torchserve.dialect import (
-    Dialect,
-    Refused,
-    json_answer,
-    parameters,
-    segments,
-)
+from modelyard.plugins.torchserve.dialect import Dialect, Refused, json_answer, parameters, segments
 from modelyard.plugins.torchserve.settings import TorchServeSettings
 from modelyard.serve.api.inference import KINDS, METHODS, Calls, split_verb, target_of_v2
 from modelyard.serve.api.oip import asks_for_ready, refuse_overrides

@@ -13,7 +13,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 from xml.parsers import expat
 
-from modelyard.plugins.torchserve import log_config
+from modelyard.plugins.torchserve import logs
 from modelyard.plugins.torchserve.layout import FINEST, BadPattern, DateFormat, Layout, Warn
 from modelyard.serve.errors import StartError
 
@@ -28,7 +28,7 @@ _LOOKUP = re.compile(r"\$\{([^${}]*)\}")
 _DATE_IN_NAME = re.compile(r"%d(?:ate)?(?:\{([^}]*)\})?")
 _SILENT = ("io.", "org.apache.", "org.eclipse.", "TELEMETRY_METRICS.")
 """Loggers of Java's libraries, and one of TorchServe's own file: nothing here logs there."""
-_KNOWN = (*log_config.LOGGERS, log_config.THEIR_LOGGER, "org", "org.pytorch")
+_KNOWN = (*logs.LOGGERS, logs.THEIR_LOGGER, "org", "org.pytorch")
 
 
 @dataclass
@@ -70,7 +70,7 @@ class Node:
 
 def read_log_config(
     file: Path, environment: Mapping[str, str], directory: Path
-) -> tuple[log_config.LogConfig, list[str]]:
+) -> tuple[logs.LogConfig, list[str]]:
     """Read a file; return also what of it is not followed.
 
     Args:
@@ -170,11 +170,11 @@ class _Reader:
         self._directory = directory
         self._warn = warn
         self._properties: dict[str, str] = {}
-        self._appenders: dict[str, log_config.Appender] = {}
+        self._appenders: dict[str, logs.Appender] = {}
         self._passed_on: dict[str, list[tuple[str, int]]] = {}
         """Appender that writes nothing itself → those it hands records to, and from which level."""
 
-    def read(self, top: Node) -> log_config.LogConfig:
+    def read(self, top: Node) -> logs.LogConfig:
         """Return what log4j 2's tree says.
 
         Raises:
@@ -195,27 +195,27 @@ class _Reader:
                 self._appenders[name] = appender
             else:
                 self._passed_on[name] = []
-        loggers: dict[str, log_config.LoggerRule] = {}
+        loggers: dict[str, logs.LoggerRule] = {}
         for node in top.below("loggers", "root", "asyncroot", "logger", "asynclogger"):
             name = node.get("name")
             if node.type in ("root", "asyncroot"):
-                loggers[""] = self._rule(node, log_config.LEVELS["ERROR"])
+                loggers[""] = self._rule(node, logs.LEVELS["ERROR"])
             elif not name:
                 raise _Broken(f"{node.place}a logger has no name")
             elif not f"{name}.".startswith(_SILENT):
-                if name not in _KNOWN and f"{name}.".partition(".")[0] != log_config.OWN_LOGGER:
-                    there = ", ".join([*log_config.LOGGERS, log_config.THEIR_LOGGER])
+                if name not in _KNOWN and f"{name}.".partition(".")[0] != logs.OWN_LOGGER:
+                    there = ", ".join([*logs.LOGGERS, logs.THEIR_LOGGER])
                     self._warn(f"nothing logs to {name!r}; the loggers are {there} and modelyard.*")
                 loggers[name] = self._rule(node, None)
         # Without a root of the file's own log4j writes errors to the console.
         if "" not in loggers:
-            self._appenders.setdefault("STDOUT", log_config.Appender("STDOUT"))
-            loggers[""] = log_config.LoggerRule(log_config.LEVELS["ERROR"], (("STDOUT", 0),))
+            self._appenders.setdefault("STDOUT", logs.Appender("STDOUT"))
+            loggers[""] = logs.LoggerRule(logs.LEVELS["ERROR"], (("STDOUT", 0),))
         for node in top.unread():
             self._warn(f"{node.place}<{node.type}> is not followed")
-        return log_config.LogConfig(self._appenders, loggers)
+        return logs.LogConfig(self._appenders, loggers)
 
-    def _rule(self, node: Node, default: int | None) -> log_config.LoggerRule:
+    def _rule(self, node: Node, default: int | None) -> logs.LoggerRule:
         references: list[tuple[str, int]] = []
         for each in node.all("appenderref"):
             name, least = self._reference(each)
@@ -229,7 +229,7 @@ class _Reader:
             ]
         is_additive = (node.get("additivity") or "true").lower() != "false"
         level = self._level(node) if node.get("level") else default
-        return log_config.LoggerRule(level, tuple(references), is_additive)
+        return logs.LoggerRule(level, tuple(references), is_additive)
 
     def _reference(self, node: Node) -> tuple[str, int]:
         name = node.get("ref")
@@ -254,14 +254,14 @@ class _Reader:
         name = node.get("level")
         if name is None:
             return 0
-        if (level := log_config.LEVELS.get(name.upper())) is None:
-            there = ", ".join(each for each in log_config.LEVELS if each != "WARNING")
+        if (level := logs.LEVELS.get(name.upper())) is None:
+            there = ", ".join(each for each in logs.LEVELS if each != "WARNING")
             raise _Broken(f"{node.place}there is no level {name!r}; levels are {there}")
         return level
 
     # -- appenders -------------------------------------------------------------------------------
 
-    def _appender(self, name: str, node: Node) -> log_config.Appender | None:
+    def _appender(self, name: str, node: Node) -> logs.Appender | None:
         """Return an appender; None for one that writes nowhere."""
         kind = node.type.removesuffix("appender")
         if kind == "null":
@@ -269,9 +269,7 @@ class _Reader:
         pattern, threshold = self._pattern(node), self._threshold(node)
         if kind == "console":
             target = (node.get("target") or "SYSTEM_OUT").upper()
-            return log_config.Appender(
-                name, pattern, is_stderr="ERR" in target, threshold=threshold
-            )
+            return logs.Appender(name, pattern, is_stderr="ERR" in target, threshold=threshold)
         if kind not in ("file", "rollingfile", "randomaccessfile", "rollingrandomaccessfile"):
             self._warn(
                 f"the appender {name!r} of type {node.type} is not followed: it writes nothing"
@@ -283,7 +281,7 @@ class _Reader:
         if file is None:
             raise _Broken(f"{node.place}the appender {name!r} has no fileName")
         appends = (node.get("append") or "true").lower() != "false"
-        return log_config.Appender(
+        return logs.Appender(
             name, pattern, self._directory / file, False, threshold, appends, rolling
         )
 
@@ -294,10 +292,10 @@ class _Reader:
             Layout(pattern, warn=self._warn)
             return pattern
         has_layout = any(each.type.endswith("layout") for each in node.children)
-        return log_config.WITH_THREAD if has_layout else "%m%n"
+        return logs.WITH_THREAD if has_layout else "%m%n"
 
-    def _rolling(self, node: Node) -> log_config.Rolling:
-        rolling = log_config.Rolling(None, None, keep=LOG4J_DEFAULT_KEPT)
+    def _rolling(self, node: Node) -> logs.Rolling:
+        rolling = logs.Rolling(None, None, keep=LOG4J_DEFAULT_KEPT)
         name = node.get("filepattern")
         for policies in (node, *node.all("policies")):
             for each in policies.all("sizebasedtriggeringpolicy"):

@@ -1,25 +1,308 @@
 """TorchServe's log files, and the same lines on standard output.
 
+What is logged, and where to, is TorchServe's defaults or what `log4j.py` reads of a file. A record
+is written by the appenders of its logger and of those above it, as log4j does it; each appender
+gets it once.
+
 Whoever logs hands over values, and goes on. One thread makes lines of them, many at a time, and
 writes each file once for all: neither a slow disk nor a reader that stopped reading holds up a
 request. What cannot be written in time is lost, and counted.
 """
 
 import contextlib
+import gzip
 import logging
 import os
 import queue
+import re
+import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from modelyard.plugins.torchserve.layout import TORCHSERVE_LEVELS, Around, Layout, Said
-from modelyard.plugins.torchserve.log_config import MODEL_LOG, OWN_LOGGER, LogConfig
-from modelyard.plugins.torchserve.log_files import Sink, open_sink
-from modelyard.serve.dataplane.log_file import Pipe
+from modelyard.plugins.torchserve.layout import (
+    FINEST,
+    TORCHSERVE_LEVELS,
+    Around,
+    BadPattern,
+    DateFormat,
+    Layout,
+    Said,
+)
+from modelyard.serve.dataplane.log_file import Console, LogFile, Pipe, make_room
 from modelyard.serve.http.connection import LEFT, Answered
+
+ACCESS_LOG = "ACCESS_LOG"
+MODEL_LOG = "MODEL_LOG"
+MODEL_METRICS = "MODEL_METRICS"
+TS_METRICS = "TS_METRICS"
+LOGGERS = (ACCESS_LOG, MODEL_LOG, MODEL_METRICS, TS_METRICS)
+
+OWN_LOGGER = "modelyard"
+THEIR_LOGGER = "org.pytorch.serve"
+"""What a file says of TorchServe's own code is said of ours."""
+OFF = 100
+LEVELS = {
+    "ALL": 1, "TRACE": 5, "DEBUG": logging.DEBUG, "INFO": logging.INFO, "WARN": logging.WARNING,
+    "WARNING": logging.WARNING, "ERROR": logging.ERROR, "FATAL": logging.CRITICAL, "OFF": OFF,
+}  # fmt: skip
+"""log4j's levels as Python's numbers, of which 0 would mean: as the logger above."""
+
+WITH_THREAD = "%d{ISO8601} [%-5p] %t %c - %m%n"
+BARE = "%d{ISO8601} - %m%n"
+FILE_BYTES = 100 * 2**20
+FILES_KEPT = 5
+
+
+@dataclass(frozen=True)
+class Rolling:
+    """When a file is put aside, and under what name."""
+
+    max_bytes: int | None = FILE_BYTES
+    period: str | None = "%d"
+    """Field of `layout.FINEST` whose change ends a file: %d each day, %H each hour."""
+    pattern: str | None = None
+    """Pattern of the name, with %d{date} and %i; None adds .1 for the newest, .2 …"""
+    keep: int = FILES_KEPT
+    newest_first: bool = False
+    """Whether %i is 1 for the newest file; else it is the highest."""
+    at_start: bool = False
+
+
+@dataclass(frozen=True)
+class Appender:
+    """A file, or standard output."""
+
+    name: str
+    pattern: str = WITH_THREAD
+    file: Path | None = None
+    is_stderr: bool = False
+    threshold: int = 0
+    appends: bool = True
+    rolling: Rolling | None = None
+
+
+@dataclass(frozen=True)
+class LoggerRule:
+    """What is said of one logger and those below it."""
+
+    level: int | None = None
+    appenders: tuple[tuple[str, int], ...] = ()
+    """Names, and from which level each gets records."""
+    is_additive: bool = True
+    """Whether the appenders of the loggers above get its records too."""
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """Everything that is said."""
+
+    appenders: Mapping[str, Appender]
+    loggers: Mapping[str, LoggerRule]
+    """Rules of loggers by name; the root is ""."""
+
+    def level(self, name: str) -> int:
+        """Return the least level of records that somebody gets."""
+        rules = (self.loggers[above] for above in self._above(name))
+        said = next((rule.level for rule in rules if rule.level is not None), logging.ERROR)
+        return max(said, min(self._thresholds(name).values(), default=OFF))
+
+    def appenders_of(self, name: str, level: int) -> list[Appender]:
+        """Return those that get a logger's records of a level."""
+        thresholds = self._thresholds(name).items()
+        return [self.appenders[each] for each, least in thresholds if level >= least]
+
+    def _thresholds(self, name: str) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for above in self._above(name):
+            rule = self.loggers[above]
+            for appender, least in rule.appenders:
+                if appender in self.appenders:
+                    least = max(least, self.appenders[appender].threshold)
+                    found[appender] = min(least, found.get(appender, OFF))
+            if not rule.is_additive:
+                break
+        return found
+
+    def _above(self, name: str) -> list[str]:
+        """Return the loggers that something is said of, the logger itself first, the root last."""
+        names = _ancestors(name)
+        if name.partition(".")[0] == OWN_LOGGER:
+            names += _ancestors(THEIR_LOGGER)
+        return [each for each in [*names, ""] if each in self.loggers]
+
+
+def _ancestors(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
+
+
+def default_config(log_dir: Path, metrics_dir: Path) -> LogConfig:
+    """Return TorchServe's defaults: five files, and all of it on standard output.
+
+    Args:
+        log_dir: folder of access_log.log, ts_log.log and model_log.log.
+        metrics_dir: folder of ts_metrics.log and model_metrics.log.
+    """
+
+    def file(path: Path, pattern: str) -> Appender:
+        return Appender(path.stem, pattern, path, rolling=Rolling())
+
+    files = {
+        ACCESS_LOG: file(log_dir / "access_log.log", BARE),
+        MODEL_LOG: file(log_dir / "model_log.log", WITH_THREAD),
+        MODEL_METRICS: file(metrics_dir / "model_metrics.log", BARE),
+        TS_METRICS: file(metrics_dir / "ts_metrics.log", BARE),
+        "": file(log_dir / "ts_log.log", WITH_THREAD),
+    }
+    console = Appender("STDOUT")
+    return LogConfig(
+        {appender.name: appender for appender in (*files.values(), console)},
+        {
+            name: LoggerRule(logging.INFO, ((appender.name, 0), (console.name, 0)), False)
+            for name, appender in files.items()
+        },
+    )
+
+
+# -- files that are put aside when they are full or old, and the console ---------------------------
+
+
+_DATE_OR_INDEX = re.compile(r"%(?:d(?:ate)?(?:\{([^}]*)\})?|(0\d+)?i)")
+
+
+def open_sink(appender: Appender) -> "Sink | None":
+    """Return what writes the lines of an appender; None where nobody would see them.
+
+    Raises:
+        OSError: a file cannot be opened.
+    """
+    if appender.file is not None:
+        return FileSink(appender.file, appender.rolling, appender.appends)
+    descriptor = 2 if appender.is_stderr else 1
+    return None if _is_null(descriptor) else ConsoleSink(descriptor)
+
+
+def _is_null(descriptor: int) -> bool:
+    try:
+        return os.fstat(descriptor).st_rdev == Path(os.devnull).stat().st_rdev
+    except OSError:
+        return True
+
+
+class ConsoleSink(Console):
+    """The console, as a sink."""
+
+    def write(self, data: bytes, now: float) -> int:
+        """Hand lines to its thread; return how many were lost."""
+        return self.append(data)
+
+
+class FileSink(LogFile):
+    """A file that is put aside when it is full, and at the first line of another day.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+
+    def __init__(self, file: Path, rolling: Rolling | None, appends: bool = True) -> None:
+        self._rolling = rolling or Rolling(None, None)
+        self._packing: threading.Thread | None = None
+        super().__init__(file, self._rolling.max_bytes, self._rolling.keep, appends)
+        self._written_at = file.stat().st_mtime if self._size else time.time()
+        self._period = self._period_at(self._written_at)
+        if self._rolling.at_start and self._size:
+            self._roll()
+
+    def write(self, data: bytes, now: float) -> int:
+        """Write whole lines, into a new file where one is due; return how many were lost."""
+        if self._rolling.period is not None and (period := self._period_at(now)) != self._period:
+            self._period = period
+            if self._size:
+                self._roll()
+        self._written_at = now
+        return self.append(data)
+
+    def close(self) -> None:
+        """Close the file; one that is being packed is waited for."""
+        super().close()
+        if self._packing is not None:
+            self._packing.join()
+
+    def _period_at(self, now: float) -> str:
+        """Return the period of a time; a second counts as its minute."""
+        if self._rolling.period is None:
+            return ""
+        fields = min(5, len(FINEST) - FINEST.index(self._rolling.period))
+        return str(time.localtime(now)[:fields])
+
+    def _put_aside(self) -> None:
+        if self._packing is not None:
+            self._packing.join()
+        if self._rolling.pattern is None:
+            super()._put_aside()
+            return
+        to = _aside(self.file, self._rolling, self._written_at)
+        to.parent.mkdir(parents=True, exist_ok=True)
+        if to.suffix != ".gz":
+            self.file.replace(to)
+            return
+        plain = to.with_name(f"{to.name}.part")
+        self.file.replace(plain)
+        self._packing = threading.Thread(target=_pack, args=(plain, to), name="log-pack")
+        self._packing.start()
+
+
+Sink = ConsoleSink | FileSink
+"""Takes encoded lines; used by one thread."""
+
+
+def _aside(file: Path, rolling: Rolling, written_at: float) -> Path:
+    """Return the name under which a file is put aside, which nobody has."""
+
+    def name(index: int, pattern: str = str(rolling.pattern)) -> Path:
+        def fill(match: re.Match[str]) -> str:
+            if match[0].endswith("i"):
+                return str(index).rjust(int(match[2] or 0), "0")
+            try:
+                return DateFormat(match[1] or "yyyy-MM-dd").at(int(written_at * 1000))
+            except BadPattern:
+                return ""
+
+        return file.parent / _DATE_OR_INDEX.sub(fill, pattern)
+
+    if name(1) == name(2):  # without %i, which only a second one of its day needs
+        if not name(1).exists():
+            return name(1)
+        name = partial(name, pattern=re.sub(r"(\.gz)?$", r".%i\1", str(rolling.pattern), count=1))
+    if rolling.newest_first:
+        make_room(name, rolling.keep)
+        return name(1)
+    index = 1
+    while index <= rolling.keep and name(index).exists():
+        index += 1
+    if index > rolling.keep:
+        name(1).unlink(missing_ok=True)
+        for each in range(2, index):
+            name(each).replace(name(each - 1))
+        index -= 1
+    return name(index)
+
+
+def _pack(plain: Path, to: Path) -> None:
+    with contextlib.suppress(OSError):
+        with plain.open("rb") as source, gzip.open(to, "wb") as target:
+            shutil.copyfileobj(source, target, 1 << 20)
+        plain.unlink()
+
+
+# -- whoever logs, and the thread that writes ------------------------------------------------------
+
 
 logger = logging.getLogger(__name__)
 _model_log = logging.getLogger(MODEL_LOG)
@@ -290,10 +573,9 @@ class WorkerPipes:
     """
 
     def __init__(self, worker: str) -> None:
-        out = WorkerOutput(f"{worker}-stdout", logging.INFO)
-        err = WorkerOutput(f"{worker}-stderr", logging.WARNING)
-        self._outputs = [out, err]
-        self.stdout, self.stderr = out.pipe.writing, err.pipe.writing
+        levels = {"stdout": logging.INFO, "stderr": logging.WARNING}
+        self._outputs = [WorkerOutput(f"{worker}-{name}", level) for name, level in levels.items()]
+        self.stdout, self.stderr = (each.pipe.writing for each in self._outputs)
 
     def close(self) -> None:
         """Close the server's copies of the writing ends."""

@@ -18,8 +18,7 @@ from typing import Any
 import psutil
 
 from modelyard.archiver.untrusted.yaml import parse_yaml
-from modelyard.plugins.torchserve.log_config import MODEL_METRICS, TS_METRICS
-from modelyard.plugins.torchserve.logs import Logs
+from modelyard.plugins.torchserve.logs import MODEL_METRICS, TS_METRICS, Logs
 from modelyard.plugins.torchserve.settings import TorchServeSettings
 from modelyard.serve.dataplane.exposition import HandlerMetrics, Record, Recorded, read_records
 from modelyard.serve.dataplane.metrics import TYPES, Family

@@ -17,8 +17,7 @@ from modelyard.plugins.torchserve import TORCHSERVE_VERSION, launcher
 from modelyard.plugins.torchserve.arguments import parse_command_line
 from modelyard.plugins.torchserve.configuration import load_configuration, read_tls
 from modelyard.plugins.torchserve.log4j import find_log_config, read_log_config
-from modelyard.plugins.torchserve.log_config import default_config
-from modelyard.plugins.torchserve.logs import Logs
+from modelyard.plugins.torchserve.logs import Logs, default_config
 from modelyard.plugins.torchserve.settings import TorchServeSettings
 from modelyard.serve.control.sizing import count_gpus, this_machine
 from modelyard.serve.control.state import StateDir

@@ -1,5 +1,6 @@
 """Settings of TorchServe's dialect alone. Names are those of its config.properties."""
 
+from collections.abc import Sequence
 from math import inf
 from pathlib import Path
 from typing import Any, Literal
@@ -7,6 +8,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from modelyard.serve.settings import PROXY_HEADERS, Address
+
+GRPC_APIS = ("inference", "management")
 
 
 class TorchServeSettings(BaseModel):
@@ -118,27 +121,24 @@ class TorchServeSettings(BaseModel):
         return self.has_oip and self.service_envelope in (None, "kserve")
 
     @property
-    def grpc_addresses(self) -> tuple[Address, Address]:
+    def grpc_addresses(self) -> Sequence[Address]:
         """Where the inference and the management API listen for gRPC alone."""
-        named = (
-            (self.grpc_inference_address, self.grpc_inference_port),
-            (self.grpc_management_address, self.grpc_management_port),
-        )
-        inference, management = (
+        named = ((self._of_grpc(api, "address"), self._of_grpc(api, "port")) for api in GRPC_APIS)
+        return tuple(
             Address(host.strip("[]"), port, is_tls=self.enable_grpc_ssl) for host, port in named
         )
-        return inference, management
 
     @property
-    def grpc_ages(self) -> tuple[tuple[float, float], tuple[float, float]]:
+    def grpc_ages(self) -> Sequence[tuple[float, float]]:
         """How long a connection to each of them may last, and its grace, in seconds."""
-        ages: list[int | None] = [
-            getattr(self, f"grpc_{api}_max_connection_age{of}_ms")
-            for api in ("inference", "management")
-            for of in ("", "_grace")
-        ]
-        first, its_grace, second, grace = (inf if age is None else age / 1000 for age in ages)
-        return (first, its_grace), (second, grace)
+        return tuple((self._age_s(api, "age"), self._age_s(api, "age_grace")) for api in GRPC_APIS)
+
+    def _age_s(self, api: str, of: str) -> float:
+        ms: int | None = self._of_grpc(api, f"max_connection_{of}_ms")
+        return inf if ms is None else ms / 1000
+
+    def _of_grpc(self, api: str, key: str) -> Any:
+        return getattr(self, f"grpc_{api}_{key}")
 
     @property
     def addresses(self) -> tuple[Address, Address, Address]:

@@ -129,7 +129,8 @@ def check_packages() -> Iterator[Check]:
         yield _check_package(requirement, tried, needed_for="")
     for requirement in optional:
         yield _check_package(requirement, tried, needed_for=OPTIONAL[requirement.name])
-    yield check_cuda(tried.get("cuda", {}), _driver(), _has_nvidia_devices())
+    has_devices = any(file.name[6:].isdigit() for file in Path("/dev").glob("nvidia*"))
+    yield check_cuda(tried.get("cuda", {}), _driver(), has_devices)
 
 
 def _check_package(
@@ -141,7 +142,9 @@ def _check_package(
     install = f"pip install '{name}{bound}'"
     if version is None:
         if needed_for:
-            return Check(name, OK, f"not installed; only {needed_for}{_extra_of(requirement)}")
+            extra = EXTRAS.get(_module(requirement))
+            advised = f": pip install 'modelyard[{extra}]'" if extra else ""
+            return Check(name, OK, f"not installed; only {needed_for}{advised}")
         return Check(name, FAIL, "not installed", install)
     if not requirement.specifier.contains(version, prereleases=True):
         return Check(name, bad, f"{version}, expected {bound}", install)
@@ -150,11 +153,6 @@ def _check_package(
         advice = f"pip install --force-reinstall '{name}{bound}'"
         return Check(name, bad, f"{version} does not work: {error}", advice)
     return Check(name, OK, version)
-
-
-def _extra_of(requirement: Requirement) -> str:
-    extra = EXTRAS.get(_module(requirement))
-    return f": pip install 'modelyard[{extra}]'" if extra else ""
 
 
 def _module(requirement: Requirement) -> str:
@@ -238,10 +236,6 @@ def _driver() -> str | None:
     return words[0] if words else line
 
 
-def _has_nvidia_devices() -> bool:
-    return any(file.name[6:].isdigit() for file in Path("/dev").glob("nvidia*"))
-
-
 def check_compiler() -> Check:
     """Build a shared library, as torch.compile and AOTInductor do."""
     name = os.environ.get("CXX", "g++")
@@ -255,7 +249,8 @@ def check_compiler() -> Check:
         source = "#include <omp.h>\n#include <vector>\nint f() { return omp_get_max_threads(); }\n"
         ran = subprocess.run(command, input=source, capture_output=True, text=True, timeout=60)
     if ran.returncode:
-        return Check("compiler", WARN, f"{path} does not build: {_end(ran.stderr)}", advice)
+        end = " ".join(ran.stderr.split())[-SHOWN:]
+        return Check("compiler", WARN, f"{path} does not build: {end}", advice)
     ran = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60)
     return Check("compiler", OK, ran.stdout.partition("\n")[0] or path)
 
@@ -388,11 +383,6 @@ def _check_port(name: str, address: Address, server: Mapping[str, Any] | None) -
         advice = f"stop it, or start with {option} N; 0 takes a free one"
         return Check(name, WARN, f"{address}: taken by {by}", advice)
     return Check(name, OK, f"{address} is free")
-
-
-def _end(text: str) -> str:
-    """Return the end of what a program said, on one line."""
-    return " ".join(text.split())[-SHOWN:]
 
 
 def _size(count: int) -> str:

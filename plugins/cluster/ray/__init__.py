@@ -3,7 +3,6 @@
     builder      arguments → an application of Ray; `arguments` checks them
     archives     what is served: found or fetched, and known by its digest
     cell         a replica: one server in a process of its own, and what Ray asks about it
-    process      that process; `child` is what runs in it
     beats        signs that a replica moves, by which that process ends one that hangs
     forward      the bytes of a request to the server, and those of its answer back
     signals      what the server measures, for Ray's metrics (`publish`) and `scaling`

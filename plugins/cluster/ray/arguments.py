@@ -94,7 +94,8 @@ def make_plan(said: Mapping[str, Any]) -> tuple[Arguments, Plan]:
         if name in OF_THE_CELL:
             raise StartError(f"{name} cannot be set: a cell is reached by the ports of Ray")
         if name not in Settings.model_fields:
-            raise StartError(f"there is no argument {name}{_near(name)}")
+            names = [*Arguments.model_fields, *(Settings.model_fields.keys() - OF_THE_CELL.keys())]
+            raise StartError(f"there is no argument {name}{did_you_mean(name, names)}")
     try:
         arguments = Arguments(**of_cells)
     except ValidationError as error:
@@ -145,8 +146,3 @@ def _settings(arguments: Arguments, said: Mapping[str, Any]) -> Settings:
     if "state_dir" not in settings.model_fields_set:
         settings = settings.model_copy(update={"state_dir": own_folder("cells")})
     return settings
-
-
-def _near(name: str) -> str:
-    names = [*Arguments.model_fields, *(Settings.model_fields.keys() - OF_THE_CELL.keys())]
-    return did_you_mean(name, names)

@@ -16,12 +16,12 @@ from urllib.parse import urlsplit
 
 from ray import serve
 
+from modelyard.plugins.cluster.process import ChildServer
 from modelyard.plugins.cluster.ray.archives import locate
 from modelyard.plugins.cluster.ray.arguments import Plan
 from modelyard.plugins.cluster.ray.beats import Beats
 from modelyard.plugins.cluster.ray.folders import ADDRESS, CellFolder
 from modelyard.plugins.cluster.ray.forward import Forwarder, Upstream
-from modelyard.plugins.cluster.ray.process import CellServer
 from modelyard.plugins.cluster.ray.publish import Publisher
 from modelyard.plugins.cluster.ray.signals import Signals
 from modelyard.plugins.cluster.ray.versions import refuse_other
@@ -38,6 +38,8 @@ HEALTH_S = 4.0
 """Time for an answer to the question whether the server lives."""
 MOST_MISSED = 3
 """Answers to it that are missed in a row; as many as Ray forgives."""
+STOP_GRACE_S = 10.0
+"""Time for the server to end, beyond its own drain time."""
 SERVER_ENDED = 70
 """Exit code of a replica whose server has ended."""
 
@@ -45,7 +47,8 @@ SERVER_ENDED = 70
 class Cell:
     """What Ray makes a replica of; `serve.ingress` adds the calls of HTTP to it."""
 
-    _server: CellServer | None = None
+    _server: ChildServer | None = None
+    _ends: asyncio.Task[None] | None = None
     _folder: CellFolder | None = None
     _beats: Beats | None = None
     _missed = 0
@@ -84,10 +87,12 @@ class Cell:
         settings = settings.model_copy(update={"state_dir": state.root, "model_store": store})
         await asyncio.to_thread(self._place_archives, state, store)
         self._beats = Beats()
-        self._server = CellServer(
-            self._plan.version, settings, self._plan.python, self._beats.pipe, _end
+        self._server = ChildServer("the server of the cell", "Ray's log of this replica says more")
+        plan, pipe = self._plan, self._beats.pipe
+        about = await self._server.launch(
+            settings, version=plan.version, python=plan.python, beats=pipe
         )
-        about = await asyncio.wrap_future(self._server.started)
+        self._ends = asyncio.create_task(self._end_with(self._server))
         logger.info("cell %s: server pid %d at %s", state.root, about["pid"], about["inference"])
         self._upstream = _upstream(about["inference"], settings)
         self._keeps_host = bool(settings.allowed_hosts)
@@ -96,6 +101,9 @@ class Cell:
         (state.root / ADDRESS).write_text(f"{self._upstream.address}{name}\n")
         token = read_key(state.key_file, "inference")
         self._signals = Signals(_upstream(about["metrics"], settings), token, Publisher())
+
+    async def _end_with(self, server: ChildServer) -> None:
+        _end(await server.ended())
 
     async def check_health(self) -> None:
         """Raise where the server does not answer.
@@ -126,8 +134,12 @@ class Cell:
     async def _stop(self) -> None:
         if (signals := getattr(self, "_signals", None)) is not None:
             await signals.stop()
+        if self._ends is not None:
+            self._ends.cancel()
         if self._server is not None:
-            await asyncio.to_thread(self._server.stop)
+            settings = self._plan.settings
+            drain_s = settings.drain_delay_s + settings.drain_timeout_s
+            await self._server.stop(drain_s + STOP_GRACE_S)
         if self._beats is not None:
             await self._beats.stop()
         if self._folder is not None:

@@ -83,7 +83,7 @@ class Fleet:
         self._is_stopping = True
         for task in self._tasks:
             task.cancel()
-        ends = [asyncio.ensure_future(s.wait()) for s in self.servers if s.starts]
+        ends = [asyncio.ensure_future(s.wait()) for s in self.servers if s.runs]
         self._signal_all()
         asyncio.ensure_future(again.wait()).add_done_callback(self._signal_all)
         await asyncio.gather(*ends, *(server.close() for server in self.servers))
@@ -95,7 +95,7 @@ class Fleet:
     async def _watch(self, server: ServerProcess) -> None:
         """Start a server again whenever it has died, with what the others serve."""
         while True:
-            logger.error("%s ended with %s; it is started again", server, await server.wait())
+            logger.error("%s; it is started again", await server.wait())
             pause_s = 0.5
             while not server.is_up:
                 async with self._lock:

@@ -15,14 +15,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from modelyard.plugins.cluster.process import OneOf
 from modelyard.plugins.cluster.servers.fleet import ROLLOUT, Fleet, is_judged_good
 from modelyard.plugins.cluster.servers.merge import SummedMetrics, merge_models, merge_statuses
-from modelyard.plugins.cluster.servers.one import OneOf
 from modelyard.plugins.cluster.servers.process import Request, ServerProcess
 from modelyard.serve.api.management import CONTENT_TYPE
 from modelyard.serve.control.sandbox import check_machine
@@ -30,7 +31,7 @@ from modelyard.serve.control.sizing import this_machine
 from modelyard.serve.control.state import StateDir, make_keys, write_json
 from modelyard.serve.errors import Conflict, StartError, WrongUsage
 from modelyard.serve.front.begin import ServerState, let_everybody
-from modelyard.serve.http.application import Answers, Application, Route
+from modelyard.serve.http.application import Answers, Application
 from modelyard.serve.http.connection import RequestResponseCycle
 from modelyard.serve.http.listener import Listener, bind
 from modelyard.serve.http.site import SiteCheck
@@ -187,7 +188,9 @@ class Faces:
         tls = None
         if settings.tls_cert is not None:
             tls = watched_tls((), settings.tls_cert, settings.tls_key)
-        routes: tuple[Route, Route] = (self._manage, self._measure)
+        routes = (
+            partial(self._read, each) for each in (self._answer_operator, self._answer_scraper)
+        )
         listeners: list[Listener] = []
         for route, address in zip(routes, settings.addresses[1:], strict=True):
             app = Application(let_everybody, self._answers, route)
@@ -195,13 +198,7 @@ class Faces:
             listeners.append(Listener(app, address, settings, tls, site=site))
         return listeners
 
-    def _manage(self, cycle: RequestResponseCycle, id: str) -> None:
-        self._read(cycle, id, self._answer_operator)
-
-    def _measure(self, cycle: RequestResponseCycle, id: str) -> None:
-        self._read(cycle, id, self._answer_scraper)
-
-    def _read(self, cycle: RequestResponseCycle, id: str, answer: Any) -> None:
+    def _read(self, answer: Any, cycle: RequestResponseCycle, id: str) -> None:
         method = "GET" if cycle.method == "HEAD" else cycle.method
         path = cycle.head.raw_path.decode("latin-1")
         headers = [*(h for h in cycle.headers if h[0] not in OF_THE_HOP),

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import json
 import logging
-import os
-import signal
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
 
-from modelyard.base.exits import describe_exit
-from modelyard.plugins.cluster.servers.one import OneOf
+from modelyard.plugins.cluster.process import ChildServer, OneOf
 from modelyard.serve.control.state import StateDir, read_json, write_json
-from modelyard.serve.errors import StartError, Unavailable
+from modelyard.serve.errors import Unavailable
 from modelyard.serve.http.connection import Headers
 from modelyard.serve.server import Report
 
@@ -59,7 +53,7 @@ def remember(folder: StateDir, state: State) -> None:
     write_json(folder.models_file, {**own, **{k: v for k, v in state.items() if k in SAME}})
 
 
-class ServerProcess:
+class ServerProcess(ChildServer):
     """One of several servers.
 
     Args:
@@ -74,22 +68,20 @@ class ServerProcess:
     ) -> None:
         self.number = number
         self.state = StateDir(settings.state_dir)
+        name = f"server {number} of {settings.servers}"
+        super().__init__(name, f"its log is {self.state.log_file}")
         self.about: dict[str, Any] = {}
         """What it said of itself when it was ready; empty while it is not."""
         self.starts = 0
         self._settings = settings
         self._told = told
         self._report = report
-        self._process: asyncio.subprocess.Process | None = None
         self._clients = {
             api: httpx.AsyncClient(
                 transport=httpx.AsyncHTTPTransport(uds=str(settings.sockets / api)), timeout=None
             )
             for api in ("management", "metrics")
         }
-
-    def __str__(self) -> str:
-        return f"server {self.number} of {self._settings.servers}"
 
     @property
     def is_up(self) -> bool:
@@ -116,42 +108,14 @@ class ServerProcess:
         if state:
             remember(self.state, state)
             settings = settings.model_copy(update={"models": ()})
-        self._process = process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", "modelyard.plugins.cluster.servers.one"),
-            str(os.getpid()),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            cwd=self.state.root,
-            start_new_session=True,
-        )
-        assert process.stdin is not None and process.stdout is not None
         self.starts += 1
-        told = {**self._told, "settings": settings.model_dump(mode="json")}
-        process.stdin.write(json.dumps(told).encode())
-        process.stdin.close()
-        message = ""
-        async for line in process.stdout:
-            event = json.loads(line)
-            if event["event"] == "ready":
-                self.about = event
-                return
-            message = event.get("message", message)
-            if event["event"] == "loading":
-                self._report(event)
-        ended = f"{self} ended with {describe_exit(await process.wait())}"
-        raise StartError(message or f"{ended}; its log is {self.state.log_file}")
+        self.about = await self.launch(settings, self._report, **self._told)
 
     async def wait(self) -> str:
         """Return how it ended, once it has."""
-        assert self._process is not None
-        code = await self._process.wait()
+        how = await self.ended()
         self.about = {}
-        return describe_exit(code)
-
-    def signal(self, number: signal.Signals) -> None:
-        """Send it a signal, if it runs."""
-        if self._process is not None and self._process.returncode is None:
-            self._process.send_signal(number)
+        return how
 
     async def send(self, request: Request, api: str = "management") -> httpx.Response:
         """Return its answer to a request.

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from time import monotonic
 from typing import Any, NamedTuple
+from urllib.parse import parse_qsl
 
 import orjson
 
 from modelyard.archiver.example import TOLERANCE
-from modelyard.base.explain_words import (
-    delta,
-    error,
-    method,
-    number,
-    percent,
-    question,
-    signed,
-    way,
-)
-from modelyard.plugins.ops.console.ask import Answered
+from modelyard.base import explain_words as say
+from modelyard.base.explain_options import check_query
 from modelyard.plugins.ops.console.forms import JSON
+from modelyard.serve.control.registry import ModelVersion
+from modelyard.serve.dataplane import wire
+from modelyard.serve.dataplane.call import EXPLAIN, Call, Reply, Stream
+from modelyard.serve.errors import BadRequest, StreamBroken, http_status
 
 MOST_ROWS = 20
 """Labels of an answer, and explanations, that are shown."""
@@ -75,7 +73,7 @@ class Explained:
     @property
     def tolerance_text(self) -> str:
         """What was asked for, as people read it."""
-        return percent(self.tolerance)
+        return say.percent(self.tolerance)
 
 
 @dataclass
@@ -189,25 +187,25 @@ def _read_explanations(value: Any) -> list[Explained]:
 
 def _explained(answer: Mapping[str, Any]) -> Explained:
     off, gap, asked = answer.get("error"), answer["convergence_delta"], answer["tolerance"]
-    facts = [("Method", method(answer)), ("Output", way(answer))]
-    if off is None:
-        facts.append(("Error", "not known of this method"))
-    else:
-        facts.append(("Error", f"{error(answer).removeprefix('error ')} of the values' size"))
-    if gap is None:
-        facts.append(("Convergence delta", "this method promises no sum"))
-    else:
-        facts.append(("Convergence delta", "; ".join(filter(None, (signed(gap), delta(answer))))))
-    if (met := answer.get("tolerance_met")) is not None:
-        facts.append(("Tolerance", f"{percent(asked)}, {'met' if met else 'not met'}"))
-    if (left := answer.get("net_share")) is not None:
-        facts.append(("Left after cancelling", percent(left)))
-    if file := answer.get("explained_with"):
+    met, left, file = map(answer.get, ("tolerance_met", "net_share", "explained_with"))
+    error = "not known of this method"
+    if off is not None:
+        error = f"{say.error(answer).removeprefix('error ')} of the values' size"
+    sums = "this method promises no sum"
+    if gap is not None:
+        sums = "; ".join(filter(None, (say.signed(gap), say.delta(answer))))
+    facts = [("Method", say.method(answer)), ("Output", say.way(answer)), ("Error", error),
+             ("Convergence delta", sums)]  # fmt: skip
+    if met is not None:
+        facts.append(("Tolerance", f"{say.percent(asked)}, {'met' if met else 'not met'}"))
+    if left is not None:
+        facts.append(("Left after cancelling", say.percent(left)))
+    if file:
         facts.append(("Explained with", cut(str(file), 200)))
     said = [*(answer.get("warnings") or ()), (answer.get("check") or {}).get("summary")]
     warnings = [cut(str(each), 500) for each in said if each]
     words = tuple(_words(answer.get("tokens")))
-    return Explained(cut(question(answer), 300), facts, warnings, off, asked, words)
+    return Explained(cut(say.question(answer), 300), facts, warnings, off, asked, words)
 
 
 def _words(tokens: Any) -> Iterable[Word]:
@@ -219,4 +217,91 @@ def _words(tokens: Any) -> Iterable[Word]:
     values = [float(each.get("word") or each.get("attribution") or 0) for each in found]
     most = max(map(abs, values), default=0.0) or 1.0
     for each, value in zip(found, values, strict=True):
-        yield Word(str(each.get("token", "")), round(SHADES * value / most), number(value))
+        yield Word(str(each.get("token", "")), round(SHADES * value / most), say.number(value))
+
+
+# -- a request of a page, which waits in the model's queue as every client's does ------------------
+
+
+MOST_STREAMED_BYTES = 1 << 20
+"""Longest answer in pieces; a page shows it when it is whole."""
+
+
+@dataclass(frozen=True)
+class Answered:
+    """What a model answered, and how long that took."""
+
+    status: int
+    kind: str
+    """The Content-Type."""
+    body: bytes
+    took_s: float
+    """Time since the request was queued."""
+    waited_s: float
+    """Time in which it waited for its turn at the worker; 0 in a streamed answer."""
+    handled_s: float
+    """Time of the handler's call that answered it."""
+
+
+async def ask(
+    model: ModelVersion, kind: int, query: str, body: bytes, media: str, id: str
+) -> Answered:
+    """Ask a model as a client does that says nothing of itself.
+
+    Args:
+        kind: PREDICT or EXPLAIN.
+        query: the options of an explanation.
+        body: the input.
+        media: its Content-Type.
+        id: id of the request, for the log.
+
+    Raises:
+        ServeError: it is refused, or there is no answer.
+    """
+    began, status = monotonic(), 500
+    try:
+        if kind == EXPLAIN and query and model.takes_our_options:
+            try:
+                check_query(parse_qsl(query, keep_blank_values=True))
+            except ValueError as error:
+                raise BadRequest(str(error)) from error
+        head = (
+            b"",
+            query.encode(),
+            id.encode(),
+            b"content-type",
+            media.encode("latin-1", "replace"),
+        )
+        sink: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        # Whose browser has gone waits no more.
+        packed = wire.pack_meta(head)
+        Call(model, kind, packed, sink, has_left=sink.cancelled, must_fit=False).submit([body])
+        reply = await sink
+        status = reply.status
+    except Exception as error:
+        status = http_status(error)[0]
+        raise
+    finally:
+        model.metrics.kinds[kind].answered(status, monotonic() - began)
+    fields = wire.unpack_meta(reply.headers)
+    headers = dict(zip(map(bytes.lower, fields[::2]), fields[1::2], strict=True))
+    return Answered(
+        status,
+        headers.get(b"content-type", b"").decode("latin-1"),
+        await _gather(reply.body) if isinstance(reply.body, Stream) else bytes(reply.body),
+        monotonic() - began,
+        reply.queue_us / 1e6,
+        reply.handler_us / 1e6,
+    )
+
+
+async def _gather(stream: Stream) -> bytes:
+    whole = bytearray()
+    try:
+        async for chunk in stream.read():
+            whole += chunk
+            if len(whole) > MOST_STREAMED_BYTES:
+                raise StreamBroken(f"the answer has more than {MOST_STREAMED_BYTES} bytes")
+    finally:
+        stream.close()
+    return bytes(whole)

@@ -9,20 +9,17 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from modelyard.archiver import ArchiveError
 from modelyard.plugins.ops.console.render import Renderer
-from modelyard.plugins.ops.console.sessions import AGE_S, SLOW_S, Sessions
-from modelyard.plugins.ops.console.visit import Page, Visit, read_form, read_query
-from modelyard.serve.dataplane.wire import Buffer
-from modelyard.serve.errors import (
-    BadRequest,
-    BodyTooLarge,
-    Forbidden,
-    MethodNotAllowed,
-    NoSuchRoute,
-    ServeError,
-    TooManyAttempts,
-    Unauthorized,
-    http_status,
+from modelyard.plugins.ops.console.visit import (
+    AGE_S,
+    SLOW_S,
+    Page,
+    Sessions,
+    Visit,
+    read_form,
+    read_query,
 )
+from modelyard.serve import errors
+from modelyard.serve.dataplane.wire import Buffer
 from modelyard.serve.http.application import Answers
 from modelyard.serve.http.connection import Answer, Headers, RequestResponseCycle
 from modelyard.serve.http.tokens import ACTOR, Grants
@@ -88,6 +85,7 @@ class Console:
         is_tls |= headers.get(b"x-forwarded-proto", b"").lower() == b"https"
         method = "GET" if cycle.method == "HEAD" else cycle.method
         visit = Visit(method, cycle.path, {}, {}, headers, id, None, is_tls=is_tls)
+        visit.render = self._renderer.text
         visit.address = client[0] if client else "unix"
         visit.cookie = _cookie(cycle.headers, _cookie_name(headers))
         if visit.cookie:
@@ -103,12 +101,12 @@ class Console:
         path = cycle.head.raw_path.decode("latin-1").removeprefix(ROOT)
         found = [(page, names) for page in self._pages if (names := page.match(path)) is not None]
         if not found:
-            raise NoSuchRoute
+            raise errors.NoSuchRoute
         for page, names in found:
             if page.method == visit.method:
                 visit.places, visit.query = names, read_query(cycle.query)
                 return page
-        raise MethodNotAllowed
+        raise errors.MethodNotAllowed
 
     def _admit(self, page: Page, visit: Visit) -> None:
         """Check origin, session and right.
@@ -121,9 +119,9 @@ class Console:
         if page.right is None:
             return
         if visit.session is None:
-            raise Unauthorized("sign in first: the session is over, or there was none")
+            raise errors.Unauthorized("sign in first: the session is over, or there was none")
         if not visit.session.may(page.right):
-            raise Forbidden(
+            raise errors.Forbidden(
                 f"the token {visit.session.name!r} may "
                 f"{', '.join(sorted(visit.session.rights))}; this needs one that may {page.right}"
             )
@@ -131,15 +129,15 @@ class Console:
     def _admit_body(self, page: Page, cycle: RequestResponseCycle) -> None:
         """Raise where a body is too long, or does not say how long it is."""
         if cycle.is_chunked:
-            raise BadRequest("a form comes with its Content-Length, as browsers send it")
+            raise errors.BadRequest("a form comes with its Content-Length, as browsers send it")
         if cycle.length > page.body_bytes:
-            raise BodyTooLarge(page.body_bytes)
+            raise errors.BodyTooLarge(page.body_bytes)
 
     def _check_csrf(self, visit: Visit) -> None:
         """Raise Forbidden unless a page of this session sent the form."""
         sent = visit.headers.get(CSRF, b"") or visit.fields.get("csrf", "").encode()
         if visit.session is not None and not hmac.compare_digest(sent, visit.session.csrf.encode()):
-            raise Forbidden(
+            raise errors.Forbidden(
                 "the form is not of a page of this session; load the page again, then repeat it"
             )
 
@@ -168,13 +166,13 @@ class Console:
 
     def _error(self, error: Exception, visit: Visit) -> Answer:
         """Return the page that says what is wrong; who is not signed in is led to where that is."""
-        status, _ = http_status(error)
-        if not isinstance(error, ServeError | ArchiveError):
+        status, _ = errors.http_status(error)
+        if not isinstance(error, errors.ServeError | ArchiveError):
             logger.error("request %s", visit.id, exc_info=error, extra={"request_id": visit.id})
             text = f"internal error ({type(error).__name__}); the log has more, request {visit.id}"
         else:
             text = str(error)
-        if isinstance(error, Unauthorized) and visit.path != f"{ROOT}/sign-in":
+        if isinstance(error, errors.Unauthorized) and visit.path != f"{ROOT}/sign-in":
             if visit.is_partial():
                 return 401, [(b"hx-refresh", b"true")], b""
             return visit.redirect("/sign-in")
@@ -182,10 +180,10 @@ class Console:
             return status, [(b"content-type", b"text/plain; charset=utf-8")], text.encode()
         if visit.path == f"{ROOT}/sign-in" and visit.method == "POST":
             answer = self._sign_in_page(visit, status, text)
-            if isinstance(error, TooManyAttempts):
+            if isinstance(error, errors.TooManyAttempts):
                 answer[1].append((b"retry-after", str(error.retry_after_s).encode()))
             return answer
-        return self._renderer.page(visit, "error.html", {"message": text}, status)
+        return visit.page("error.html", {"message": text}, status)
 
     # -- pages of its own ------------------------------------------------------------------------
 
@@ -196,15 +194,15 @@ class Console:
 
     def _sign_in_page(self, visit: Visit, status: int, message: str) -> Answer:
         values = {"message": message, "asks_for_token": self.sessions.asks_for_token}
-        return self._renderer.page(visit, "sign_in.html", values, status)
+        return visit.page("sign_in.html", values, status)
 
     async def _sign_in(self, visit: Visit) -> Answer:
         try:
             id = self.sessions.open(visit.fields.get("token", "").strip(), visit.address)
-        except ServeError as error:
+        except errors.ServeError as error:
             logger.warning("console: a sign-in from %s is refused: %s", visit.address,
                            type(error).__name__)  # fmt: skip
-            if isinstance(error, TooManyAttempts):
+            if isinstance(error, errors.TooManyAttempts):
                 await asyncio.sleep(SLOW_S)
             raise
         if visit.cookie:
@@ -232,7 +230,7 @@ def _check_origin(fields: Mapping[bytes, bytes]) -> None:
     if is_same and site is None and origin is not None:
         is_same = origin.partition(b"://")[2].lower() == fields.get(b"host", b"").lower()
     if not is_same:
-        raise Forbidden("a page of elsewhere may not act in the console")
+        raise errors.Forbidden("a page of elsewhere may not act in the console")
 
 
 def _cookie_name(headers: Mapping[bytes, bytes]) -> str:

@@ -4,13 +4,14 @@ An open archive's names, sizes and digests are checked already. Here it is read 
 longer than a page can show is named, and left where it is.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from modelyard.archiver.errors import ArchiveError, NotTrusted
 from modelyard.archiver.explanations import MAX_BYTES, Explanations, parse_explanations
+from modelyard.archiver.handler_files import FEATURES_FILE
 from modelyard.archiver.manifest import Golden
 from modelyard.archiver.read import Archive
 from modelyard.archiver.report import Report, parse_report
@@ -26,9 +27,12 @@ MOST_EXPECTED_BYTES = 8 << 10
 """Most bytes of the answer to one of them."""
 MAX_REPORT_BYTES = 1 << 20
 MAX_SBOM_BYTES = 16 << 20
+MAX_FEATURES_BYTES = 1 << 20
 MOST_COMPONENTS = 500
 MOST_CHARACTERS = 200
 """Most characters of a name in a bill of materials."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,9 @@ class Certificate:
     component_count: int
     explanations: Explanations | None = None
     """What was measured of its explanations; None where it has no certificate of them."""
-    problems: tuple[str, ...] = field(default=())
+    features: object = None
+    """Features of a table, as JSON; None where it names none that can be read."""
+    problems: tuple[str, ...] = ()
     """What could not be read, a sentence each."""
 
 
@@ -102,57 +108,61 @@ def read_certificate(archive: Archive, trust: Trust | None = None) -> Certificat
     """
     problems: list[str] = []
     sizes = {file.name: file.size_bytes for file in archive.files}
+
+    def read(
+        name: str, most: int, parse: Callable[[bytes], T], wrong: list[str] = problems
+    ) -> T | None:
+        """Return what a file says; None where there is none, or where that is a problem."""
+        if name not in sizes:
+            return None
+        if sizes[name] > most:
+            wrong.append(f"{name}: {sizes[name]} bytes; at most {most} are read")
+            return None
+        try:
+            return parse(archive.read(name))
+        except (ArchiveError, ValueError) as error:
+            wrong.append(str(error) if isinstance(error, ArchiveError) else f"{name}: {error}")
+            return None
+
+    def report(name: str) -> Report | None:
+        return read(name, MAX_REPORT_BYTES, lambda data: parse_report(data, Path(name)))
+
+    def components(data: bytes) -> tuple[list[Component], int]:
+        wrong: list[str] = []
+        listed = Fields(parse_json(data), "", wrong).objects("components")
+        shown = sorted(map(_component, listed[:MOST_COMPONENTS]), key=lambda it: it.kind == "file")
+        if wrong:
+            problems.append(f"{SBOM_NAME}: {'; '.join(wrong[:3])}")
+        return shown, len(listed)
+
     seal = archive.manifest.modelyard
-    report = twin = None
-    if seal is not None and seal.report:
-        report = _report(archive, seal.report, sizes, problems)
-    if seal is not None and seal.explain and seal.explain.report != seal.report:
-        twin = _report(archive, seal.explain.report, sizes, problems)
-    components, count = _components(archive, sizes, problems)
+    golden = seal.golden if seal else ()
+    own = seal.report if seal and seal.report else ""
+    twin = seal.explain.report if seal and seal.explain else ""
+    reports = report(own), report(twin) if twin != own else None
+    shown, count = read(SBOM_NAME, MAX_SBOM_BYTES, components) or ([], 0)
     return Certificate(
         file=archive.path.name,
         kind=archive.kind,
         size_bytes=sum(sizes.values()),
         digest=archive.digest,
         is_sealed=seal is not None,
-        report=report,
-        twin=twin,
-        golden=_golden(archive, seal.golden if seal else (), sizes),
-        golden_count=len(seal.golden) if seal else 0,
+        report=reports[0],
+        twin=reports[1],
+        golden=_golden(archive, golden, sizes),
+        golden_count=len(golden),
         signer=_signer(archive, trust),
-        components=components,
+        components=tuple(shown),
         component_count=count,
-        explanations=_explanations(archive, sizes, problems),
+        explanations=read(EXPLANATIONS_NAME, MAX_BYTES, parse_explanations),
+        # What is wrong with it the handler says when it loads.
+        features=read(FEATURES_FILE, MAX_FEATURES_BYTES, parse_json, wrong=[]),
         problems=tuple(problems),
     )
 
 
-def _report(
-    archive: Archive, name: str, sizes: Mapping[str, int], problems: list[str]
-) -> Report | None:
-    if sizes[name] > MAX_REPORT_BYTES:
-        problems.append(f"{name}: {sizes[name]} bytes; at most {MAX_REPORT_BYTES} are read")
-        return None
-    try:
-        return parse_report(archive.read(name), Path(name))
-    except ArchiveError as error:
-        problems.append(str(error))
-        return None
-
-
-def _explanations(
-    archive: Archive, sizes: Mapping[str, int], problems: list[str]
-) -> Explanations | None:
-    if sizes.get(EXPLANATIONS_NAME, MAX_BYTES + 1) <= MAX_BYTES:
-        try:
-            return parse_explanations(archive.read(EXPLANATIONS_NAME))
-        except ValueError as error:
-            problems.append(f"{EXPLANATIONS_NAME}: {error}")
-    return None
-
-
 def _golden(
-    archive: Archive, golden: tuple[Golden, ...], sizes: Mapping[str, int]
+    archive: Archive, golden: tuple[Golden, ...], sizes: dict[str, int]
 ) -> tuple[GoldenCase, ...]:
     cases, left = [], MOST_GOLDEN_BYTES
     for each in golden[:MOST_GOLDEN]:
@@ -178,28 +188,6 @@ def _signer(archive: Archive, trust: Trust | None) -> Signer:
         f"says that the key {claimed[:12]}… signed it; this server was given no trusted keys to "
         "check that with",
     )
-
-
-def _components(
-    archive: Archive, sizes: Mapping[str, int], problems: list[str]
-) -> tuple[tuple[Component, ...], int]:
-    """Return what is shown of the bill of materials, files last, and how much there is."""
-    if SBOM_NAME not in sizes:
-        return (), 0
-    if sizes[SBOM_NAME] > MAX_SBOM_BYTES:
-        problems.append(f"{SBOM_NAME}: {sizes[SBOM_NAME]} bytes; at most {MAX_SBOM_BYTES} are read")
-        return (), 0
-    wrong: list[str] = []
-    try:
-        fields = Fields(parse_json(archive.read(SBOM_NAME)), "", wrong)
-    except ValueError as error:
-        problems.append(f"{SBOM_NAME}: {error}")
-        return (), 0
-    listed = fields.objects("components")
-    found = [_component(each) for each in listed[:MOST_COMPONENTS]]
-    if wrong:
-        problems.append(f"{SBOM_NAME}: {'; '.join(wrong[:3])}")
-    return tuple(sorted(found, key=lambda each: each.kind == "file")), len(listed)
 
 
 def _component(fields: Fields) -> Component:

@@ -105,7 +105,8 @@ def _read(entry: Entry, text: str, content: bytes) -> Any:
         return base64.b64encode(content).decode()
     if not text:
         if entry.is_needed and (entry.name or entry.kind == "file"):
-            raise BadRequest(f"{entry.name}: nothing is entered; expected {_expected(entry)}")
+            wanted = {"number": "a number", "file": "a file"}.get(entry.kind, "a text")
+            raise BadRequest(f"{entry.name}: nothing is entered; expected {wanted}")
         return "" if not entry.name else None
     if entry.kind == "lines":
         return text.splitlines()
@@ -118,10 +119,6 @@ def _read(entry: Entry, text: str, content: bytes) -> Any:
     if not math.isfinite(number):
         raise BadRequest(f"{entry.name}: expected a number, got {text[:40]!a}")
     return int(text) if text.lstrip("-").isdecimal() else number
-
-
-def _expected(entry: Entry) -> str:
-    return {"number": "a number", "file": "a file"}.get(entry.kind, "a text")
 
 
 def _accepted(schema: Schema) -> str:

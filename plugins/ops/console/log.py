@@ -8,12 +8,12 @@ import logging
 import os
 from collections import deque
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from modelyard.plugins.ops.console.events import LOG
 from modelyard.plugins.ops.console.models import ModelPages
-from modelyard.plugins.ops.console.render import Renderer
 from modelyard.plugins.ops.console.visit import Page, Visit
 from modelyard.serve.control.store import file_stem
 from modelyard.serve.dataplane.metrics import KINDS
@@ -102,16 +102,14 @@ def attach(unlogged: Collection[str] = ()) -> LogTail:
     return tail
 
 
+@dataclass(frozen=True)
 class LogPages:
     """The log, and its updates."""
 
-    def __init__(
-        self, tail: LogTail, models: ModelPages, renderer: Renderer, server_log: Path
-    ) -> None:
-        self._tail = tail
-        self._models = models
-        self._renderer = renderer
-        self._folder = server_log.parent
+    tail: LogTail
+    models: ModelPages
+    folder: Path
+    """Folder of the server's log, which has one for each version."""
 
     def pages(self) -> Sequence[Page]:
         """Return them all."""
@@ -130,11 +128,11 @@ class LogPages:
             "contains": contains,
             "most_text": MOST_TEXT,
         }
-        return self._renderer.page(visit, "log.html", values)
+        return visit.page("log.html", values)
 
     async def _show_worker(self, visit: Visit) -> Answer:
         """Show the end of what a worker has written; the file outlives the worker."""
-        model = self._models.find(visit)
+        model = self.models.find(visit)
         pools = list(zip(KINDS, model.pools, strict=False))
         names = [f"{kind}-{slot.number}" for kind, pool in pools for slot in pool.slots]
         wanted = visit.query.get("worker", names[0] if names else f"{KINDS[0]}-1")
@@ -143,19 +141,17 @@ class LogPages:
         if kind not in stems or not number.isdecimal() or len(number) > 6:
             known = ", ".join(names)
             raise BadRequest(f"worker: expected one of {known}, got {wanted[:40]!a}")
-        folder = self._folder / f"{file_stem(model.name)}-{model.version}"
+        folder = self.folder / f"{file_stem(model.name)}-{model.version}"
         text, is_cut = await asyncio.to_thread(read_end, folder / f"{stems[kind]}-{number}.log")
         values = {"worker": wanted, "names": names, "text": text, "is_cut": is_cut}
-        return self._renderer.page(
-            visit, "worker_log.html", {**self._models.common(model, LOG), **values}
-        )
+        return visit.page("worker_log.html", {**self.models.common(model, LOG), **values})
 
     async def _update(self, visit: Visit) -> Answer:
-        return self._renderer.part("live_log.html", self._lines(*_wanted(visit)))
+        return visit.part("live_log.html", self._lines(*_wanted(visit)))
 
     def _lines(self, level: str, contains: str) -> dict[str, object]:
         least = logging.getLevelNamesMapping()[level]
-        found = self._tail.lines(least, contains)
+        found = self.tail.lines(least, contains)
         return {"lines": found[-SHOWN:][::-1], "left_out": max(0, len(found) - SHOWN)}
 
 

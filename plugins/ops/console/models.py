@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from modelyard.plugins.ops.console.events import LOG, Events, marks, place_of
 from modelyard.plugins.ops.console.readings import RECENT, TOTAL, Key, Watch
-from modelyard.plugins.ops.console.render import Renderer
 from modelyard.plugins.ops.console.visit import Page, Visit
 from modelyard.serve.control.register import Lifecycle
 from modelyard.serve.control.registry import UNLOADED, ModelVersion
@@ -57,31 +57,23 @@ def state_of_worker(slot: ReplicaSlot) -> State:
     return ("ready", "good") if slot.is_ready else ("starting", "warn")
 
 
+@dataclass(frozen=True)
 class ModelPages:
     """The pages, and what answers their forms."""
 
-    def __init__(
-        self,
-        lifecycle: Lifecycle,
-        renderer: Renderer,
-        watch: Watch,
-        events: Events,
-        may_register: bool,
-    ) -> None:
-        self._may_register = may_register
-        self._lifecycle = lifecycle
-        self._registry = lifecycle.registry
-        self._renderer = renderer
-        self._watch = watch
-        self._events = events
-        self._parts: dict[Key, tuple[int, Answer]] = {}
+    lifecycle: Lifecycle
+    watch: Watch
+    events: Events
+    may_register: bool
+    """Whether operators may register and remove versions."""
+    _parts: dict[Key, tuple[int, Answer]] = field(default_factory=dict)
 
     def pages(self) -> Sequence[Page]:
         """Return them all."""
         version = "/models/{model}/{version}"
         unregister = Page("POST", f"{version}/unregister", "manage", self._unregister)
         return [
-            *([unregister] if self._may_register else []),
+            *([unregister] if self.may_register else []),
             Page("GET", "", "view", self._overview),
             Page("GET", "/", "view", self._redirect),
             Page("GET", "/live", "view", self._live),
@@ -103,7 +95,7 @@ class ModelPages:
         Raises:
             ModelNotFound, VersionNotFound.
         """
-        return self._registry.get(name, version)
+        return self.lifecycle.registry.get(name, version)
 
     def find(self, visit: Visit) -> ModelVersion:
         """Return the version that a path names, as `get` does."""
@@ -116,14 +108,14 @@ class ModelPages:
         return visit.redirect(self._place(self.get(name)) if name is not None else "")
 
     async def _overview(self, visit: Visit) -> Answer:
-        self._watch.look()
-        return self._renderer.page(visit, "overview.html", self._overview_values())
+        self.watch.look()
+        return visit.page("overview.html", self._overview_values())
 
     async def _version(self, visit: Visit) -> Answer:
         model = self.find(visit)
-        self._watch.look((model.name, model.version))
+        self.watch.look((model.name, model.version))
         values = {**self.common(model, ""), **self._version_values(model)}
-        return self._renderer.page(visit, "version.html", values)
+        return visit.page("version.html", values)
 
     def _key(self, visit: Visit) -> Key:
         if not visit.places:
@@ -132,15 +124,15 @@ class ModelPages:
         return model.name, model.version
 
     async def _points(self, visit: Visit) -> Answer:
-        points = self._watch.look(self._key(visit)).points(visit.query.get("span") == "hour")
+        points = self.watch.look(self._key(visit)).points(visit.query.get("span") == "hour")
         return 200, [(b"content-type", b"application/json")], json.dumps(points).encode()
 
     async def _live(self, visit: Visit) -> Answer:
         """Return an update, made once per reading for all who look."""
         key = self._key(visit)
-        history = self._watch.look(key)
+        history = self.watch.look(key)
         number, answer = self._parts.get(key, (-1, None))
-        if answer is None or number != self._watch.number:
+        if answer is None or number != self.watch.number:
             newest = json.dumps(history.points(most=NEWEST))
             # `root` is that of the page into which the update goes.
             if key == TOTAL:
@@ -150,8 +142,8 @@ class ModelPages:
             if len(self._parts) >= KEPT_PARTS:
                 self._parts.clear()
             template = "live_overview.html" if key == TOTAL else "live_version.html"
-            answer = self._renderer.part(template, {**values, "newest": newest})
-            self._parts[key] = self._watch.number, answer
+            answer = visit.part(template, {**values, "newest": newest})
+            self._parts[key] = self.watch.number, answer
         status, headers, body = answer
         return status, list(headers), body
 
@@ -161,32 +153,32 @@ class ModelPages:
         Args:
             tab: path of the page among `TABS`.
         """
-        versions = self._registry.versions(model.name)
+        versions = self.lifecycle.registry.versions(model.name)
         return {
             "model": model,
             "place": self._place(model),
-            "tabs": TABS if self._may_register else TABS[:-1],
+            "tabs": TABS if self.may_register else TABS[:-1],
             "tab": tab,
-            "is_default": self._registry.is_default(model),
+            "is_default": self.lifecycle.registry.is_default(model),
             "others": [other for other in versions if other is not model],
         }
 
     def _overview_values(self) -> dict[str, Any]:
-        models, latest = list(self._registry), self._watch.latest
+        models, latest = list(self.lifecycle.registry), self.watch.latest
         return {
             "rows": [
                 {
                     "model": model,
                     "place": self._place(model),
-                    "is_default": self._registry.is_default(model),
+                    "is_default": self.lifecycle.registry.is_default(model),
                     "state": state_of(model),
                     "reading": latest.get((model.name, model.version)),
-                    "memory": self._watch.memory_of(model.pools),
+                    "memory": self.watch.memory_of(model.pools),
                 }
                 for model in models
             ],
             "total": latest.get(TOTAL),
-            "memory": self._watch.memory_of(pool for model in models for pool in model.pools),
+            "memory": self.watch.memory_of(pool for model in models for pool in model.pools),
             "server_memory": resident_bytes(),
             "failing": [model for model in models if state_of(model)[1] == "bad"],
             "recent_s": RECENT,
@@ -194,13 +186,13 @@ class ModelPages:
         }
 
     def _version_values(self, model: ModelVersion) -> dict[str, Any]:
-        memory = self._watch.memory
+        memory = self.watch.memory
         return {
             "model": model,
             "place": self._place(model),
             "state": state_of(model),
             "why_none": model.pool.why_none,
-            "reading": self._watch.latest.get((model.name, model.version)),
+            "reading": self.watch.latest.get((model.name, model.version)),
             "workers": [
                 (f"{kind} {slot.number}", state_of_worker(slot), slot, memory, kind)
                 for kind, pool in zip(KINDS, model.pools, strict=False)
@@ -208,10 +200,10 @@ class ModelPages:
             ],
             "kinds": [self._counts(model, kind) for kind in range(len(KINDS))],
             "kept": model.answers.describe() if model.answers is not None else None,
-            "memory": self._watch.memory_of(model.pools),
+            "memory": self.watch.memory_of(model.pools),
             "recent_s": RECENT,
             "most_workers": MOST_WORKERS,
-            "may_unregister": self._may_register,
+            "may_unregister": self.may_register,
             **self._event_values((model.name, model.version)),
         }
 
@@ -229,7 +221,7 @@ class ModelPages:
         }
 
     def _event_values(self, key: Key) -> dict[str, Any]:
-        events = self._events.of(key)
+        events = self.events.of(key)
         return {"events": events[:SHOWN_EVENTS], "marks": json.dumps(marks(events)), "key": key}
 
     # -- what is changed -------------------------------------------------------------------------
@@ -239,14 +231,14 @@ class ModelPages:
         text = visit.fields.get("workers", "")
         if not text.isascii() or not text.isdecimal() or int(text[:6]) > MOST_WORKERS:
             raise BadRequest(f"workers: expected 0 to {MOST_WORKERS}, got {text[:40]!a}")
-        await self._lifecycle.scale(model, int(text))
+        await self.lifecycle.scale(model, int(text))
         return visit.done(
             f"{model.name} {model.version} has {int(text)} workers", self._place(model)
         )
 
     async def _set_default(self, visit: Visit) -> Answer:
         model = self.find(visit)
-        self._lifecycle.set_default(model.name, model.version)
+        self.lifecycle.set_default(model.name, model.version)
         said = f"{model.version} answers now where no version is named"
         return visit.done(said, self._place(model))
 
@@ -257,5 +249,5 @@ class ModelPages:
             raise BadRequest(
                 f"type the model's name, {model.name}, to unregister it; got {typed[:40]!a}"
             )
-        await self._lifecycle.unregister(model)
+        await self.lifecycle.unregister(model)
         return visit.done(f"{model.name} {model.version} is unregistered", "")

@@ -11,6 +11,7 @@ import logging
 import math
 import time
 from array import array
+from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
@@ -19,7 +20,7 @@ from typing import NamedTuple
 from modelyard.serve.api.management import memory_bytes
 from modelyard.serve.control.registry import ModelVersion, Registry
 from modelyard.serve.dataplane.call import PREDICT
-from modelyard.serve.dataplane.metrics import PAUSE_S, SECONDS
+from modelyard.serve.dataplane.metrics import PAUSE_S, SECONDS, Histogram
 from modelyard.serve.dataplane.pool import Pool
 
 logger = logging.getLogger(__name__)
@@ -335,19 +336,15 @@ def count(model: ModelVersion) -> array[float]:
 
 def percentile(counts: Sequence[float], share: float) -> Percentile | None:
     """Return the latency below which a share of the answers was; None of no answers."""
-    whole = sum(counts)
-    if whole <= 0:
+    if (whole := sum(counts)) <= 0:
         return None
-    rank, below = share * whole, 0.0
-    for at, inside in enumerate(counts):
-        if inside and below + inside >= rank:
-            low = SECONDS[at - 1] if at else 0.0
-            if at == len(SECONDS):
-                return Percentile(low, low, math.inf)
-            high = SECONDS[at]
-            return Percentile(low + (high - low) * (rank - below) / inside, low, high)
-        below += inside
-    raise AssertionError("the ranks of a histogram end with its last count")
+    histogram = Histogram(SECONDS)
+    histogram.counts = list(map(int, counts))
+    seconds = histogram.quantile(share)
+    if sum(counts[:-1]) < share * whole:
+        return Percentile(seconds, seconds, math.inf)
+    at = min(bisect_left(SECONDS, seconds), len(SECONDS) - 1)
+    return Percentile(seconds, SECONDS[at - 1] if at else 0.0, SECONDS[at])
 
 
 def point(reading: Reading) -> list[float]:

@@ -7,11 +7,11 @@ import hashlib
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from modelyard.plugins.ops.console.readings import Percentile
-from modelyard.plugins.ops.console.visit import Visit
 from modelyard.serve.errors import NoSuchRoute
 from modelyard.serve.http.connection import Answer, Headers
 from modelyard.serve.log import escape_controls
@@ -38,7 +38,6 @@ KINDS = {
     ".svg": b"image/svg+xml",
     ".LICENSE": b"text/plain; charset=utf-8",
 }
-HTML: Headers = [(b"content-type", b"text/html; charset=utf-8")]
 
 
 class Renderer:
@@ -65,42 +64,19 @@ class Renderer:
         )
         self._environment.filters.update(FILTERS)
         self._environment.globals["digests"] = self._digests
-        self._compiling: asyncio.Future[None] | None = None
+        self._compiling: asyncio.Future[Any] | None = None
 
     async def prepare(self) -> None:
         """Compile the templates, once, beside the loop: it takes as long as many requests."""
         if self._compiling is None:
-            self._compiling = asyncio.ensure_future(asyncio.to_thread(self._compile))
+            made = self._environment
+            compiling = asyncio.to_thread(lambda: [*map(made.get_template, made.list_templates())])
+            self._compiling = asyncio.ensure_future(compiling)
         await self._compiling
-
-    def _compile(self) -> None:
-        for name in self._environment.list_templates():
-            self._environment.get_template(name)
 
     def text(self, template: str, values: Mapping[str, object]) -> str:
         """Return what a template makes of values."""
         return self._environment.get_template(template).render(values)
-
-    def page(
-        self, visit: Visit, template: str, values: Mapping[str, object], status: int = 200
-    ) -> Answer:
-        """Return a whole page; what was to be said once is said on it."""
-        session, notices = visit.session, []
-        if session is not None:
-            notices, session.notices = session.notices, []
-        common = {
-            "visit": visit,
-            "root": visit.root,
-            "session": session,
-            "notices": notices,
-            "status": status,
-        }
-        text = self.text(template, {**common, **values})
-        return status, list(HTML), text.encode()
-
-    def part(self, template: str, values: Mapping[str, object]) -> Answer:
-        """Return a part of a page."""
-        return 200, list(HTML), self.text(template, values).encode()
 
     def static(self, name: str) -> Answer:
         """Return a file that pages load; its address names its content, so it is kept for good.

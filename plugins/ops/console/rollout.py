@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from modelyard.archiver import ArchiveError
@@ -11,7 +13,6 @@ from modelyard.archiver.manifest import Manifest
 from modelyard.archiver.read import peek
 from modelyard.plugins.ops.console.answers import cut
 from modelyard.plugins.ops.console.models import ModelPages
-from modelyard.plugins.ops.console.render import Renderer
 from modelyard.plugins.ops.console.visit import Page, Visit
 from modelyard.plugins.ops.rollout.control import NoRollout, Rollouts, check_follows
 from modelyard.plugins.ops.rollout.record import ACTIVE, format_share, parse_plan
@@ -19,7 +20,6 @@ from modelyard.serve.control.registry import ModelVersion
 from modelyard.serve.control.store import list_archives
 from modelyard.serve.errors import Conflict, NoSuchRoute, ServeError
 from modelyard.serve.http.connection import Answer
-from modelyard.serve.settings import Settings
 
 ROLLOUT = "/rollout"
 ROOT = "../../.."
@@ -46,24 +46,17 @@ DONE = {
 """What is said once a button's verb is done."""
 
 
+@dataclass(frozen=True)
 class RolloutPages:
-    """The pages.
+    """The pages."""
 
-    Args:
-        models: pages of the same versions.
-        renderer: makes their HTML.
-        rollouts: what they show and change.
-        settings: settings of the server.
-    """
-
-    def __init__(
-        self, models: ModelPages, renderer: Renderer, rollouts: Rollouts, settings: Settings
-    ) -> None:
-        self._models = models
-        self._renderer = renderer
-        self._rollouts = rollouts
-        self._settings = settings
-        self._manifests: dict[tuple[str, int, int], Manifest] = {}
+    models: ModelPages
+    """Pages of the same versions."""
+    rollouts: Rollouts
+    """What they show and change."""
+    store: Path
+    """The model store."""
+    _manifests: dict[tuple[str, int, int], Manifest] = field(default_factory=dict)
 
     def pages(self) -> Sequence[Page]:
         """Return them all."""
@@ -76,23 +69,23 @@ class RolloutPages:
 
     def _values(self, visit: Visit) -> dict[str, Any]:
         """Return what the page shows of the roll-out; of none, where there is none."""
-        values = self._models.common(self._models.find(visit), ROLLOUT)
+        values = self.models.common(self.models.find(visit), ROLLOUT)
         try:
-            return {**values, **describe(self._rollouts.status(visit.places["model"]))}
+            return {**values, **describe(self.rollouts.status(visit.places["model"]))}
         except NoRollout:
             return {**values, "status": None}
 
     async def _page(self, visit: Visit) -> Answer:
         values = self._values(visit)
         values["followers"] = await asyncio.to_thread(self._followers, values["model"])
-        return self._renderer.page(visit, "rollout.html", values)
+        return visit.page("rollout.html", values)
 
     def _followers(self, model: ModelVersion) -> Sequence[tuple[str, str]]:
         """Return file and version of the store's archives that can follow a version.
 
         Of as many as are new or have changed only the manifest is read, once.
         """
-        store, found = self._settings.model_store, []
+        store, found = self.store, []
         for name in list_archives(store)[:MOST_ARCHIVES]:
             try:
                 stamp = (store / name).stat()
@@ -111,15 +104,15 @@ class RolloutPages:
 
     async def _live(self, visit: Visit) -> Answer:
         values = {"root": ROOT, "session": visit.session, **self._values(visit)}
-        return self._renderer.part("live_rollout.html", values)
+        return visit.part("live_rollout.html", values)
 
     async def _act(self, visit: Visit) -> Answer:
         """Do what a button says, and return to the page, which says what came of it."""
         verb, fields, session = visit.places["verb"], visit.fields, visit.session
         if verb not in (*DONE, "start"):
             raise NoSuchRoute
-        model = self._models.find(visit)
-        name, rollouts = model.name, self._rollouts
+        model = self.models.find(visit)
+        name, rollouts = model.name, self.rollouts
         assert session is not None
         try:
             if verb == "start":

@@ -3,32 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from functools import lru_cache, partial
 from urllib.parse import parse_qsl, urlencode
 
-from modelyard.archiver import Archive, ArchiveError, open_archive
+from modelyard.archiver import ArchiveError, open_archive
 from modelyard.archiver.errors import RefusedArchive
 from modelyard.archiver.example import content_type
-from modelyard.archiver.handler_files import FEATURES_FILE
 from modelyard.archiver.signing import read_trusted_keys
-from modelyard.archiver.untrusted.json import parse_json
 from modelyard.base.explain_options import EXPLAIN_OPTIONS
 from modelyard.plugins.ops.console.answers import (
     PICTURES,
     Column,
     as_address,
+    ask,
     cut,
     difference,
     text_of,
 )
-from modelyard.plugins.ops.console.ask import ask
 from modelyard.plugins.ops.console.certificate import Certificate, read_certificate
 from modelyard.plugins.ops.console.forms import JSON, Form, form_of, write_body
 from modelyard.plugins.ops.console.models import ModelPages
-from modelyard.plugins.ops.console.render import Renderer
 from modelyard.plugins.ops.console.visit import Page, Visit
 from modelyard.serve.control.registry import ModelVersion
 from modelyard.serve.dataplane.call import EXPLAIN, PREDICT
@@ -43,17 +38,7 @@ MOST_ASKED = 4
 """Requests that one form makes: two explanations, each with its picture."""
 KEPT_ARCHIVES = 8
 """Archives; each takes the golden requests and the components that a page shows, 2 MB at most."""
-MAX_FEATURES_BYTES = 1 << 20
 METHODS = EXPLAIN_OPTIONS["method"].choices
-
-
-@dataclass(frozen=True)
-class Known:
-    """What an archive says."""
-
-    certificate: Certificate
-    features: object
-    """Features of a table, as JSON; None where the archive names none."""
 
 
 class Archives:
@@ -61,49 +46,31 @@ class Archives:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._kept: OrderedDict[tuple[str, float], Known] = OrderedDict()
-        """Archives by digest, and by the time of the trusted keys: one may have been taken out."""
         self._lock = asyncio.Lock()
+        self._kept = lru_cache(KEPT_ARCHIVES)(self._open)
 
-    async def read(self, model: ModelVersion) -> Known:
+    async def read(self, model: ModelVersion) -> Certificate:
         """Return what the archive of a version says.
 
         Raises:
             ArchiveError: it is gone from the store, or is no longer what was registered.
         """
+        keys = self._settings.trusted_keys
+        # One of the trusted keys may have been taken out.
+        changed_at = keys.stat().st_mtime if keys is not None and keys.exists() else 0.0
         async with self._lock:
-            keys = self._settings.trusted_keys
-            key = model.digest, keys.stat().st_mtime if keys is not None and keys.exists() else 0.0
-            known = self._kept.get(key)
-            if known is None:
-                path = self._settings.model_store / model.file
-                known = await asyncio.to_thread(self._open, path, model.digest)
-                if len(self._kept) >= KEPT_ARCHIVES:
-                    self._kept.popitem(last=False)
-                self._kept[key] = known
-            self._kept.move_to_end(key)
-            return known
+            return await asyncio.to_thread(self._kept, model.file, model.digest, changed_at)
 
-    def _open(self, path: Path, digest: str) -> Known:
+    def _open(self, file: str, digest: str, _: float) -> Certificate:
         keys = self._settings.trusted_keys
         trust = read_trusted_keys(keys) if keys is not None else None
-        with open_archive(path) as archive:
+        with open_archive(self._settings.model_store / file) as archive:
             if archive.digest != digest:
                 raise RefusedArchive(
-                    f"{path.name} has changed in the store since it was registered: its digest is "
+                    f"{file} has changed in the store since it was registered: its digest is "
                     f"{archive.digest[:12]}…, that of the version {digest[:12]}…"
                 )
-            return Known(read_certificate(archive, trust), _features(archive))
-
-
-def _features(archive: Archive) -> object:
-    size = next((file.size_bytes for file in archive.files if file.name == FEATURES_FILE), None)
-    if size is None or size > MAX_FEATURES_BYTES:
-        return None
-    try:
-        return parse_json(archive.read(FEATURES_FILE))
-    except ValueError:  # which the handler says when it loads
-        return None
+            return read_certificate(archive, trust)
 
 
 class TryPages:
@@ -111,13 +78,11 @@ class TryPages:
 
     Args:
         models: pages of the same versions.
-        renderer: makes their HTML.
         settings: settings of the server.
     """
 
-    def __init__(self, models: ModelPages, renderer: Renderer, settings: Settings) -> None:
+    def __init__(self, models: ModelPages, settings: Settings) -> None:
         self._models = models
-        self._renderer = renderer
         self._most_bytes = settings.max_request_bytes
         self._archives = Archives(settings)
 
@@ -128,11 +93,13 @@ class TryPages:
         return [
             Page("GET", f"{version}{ARCHIVE}", "view", self._archive),
             Page("GET", f"{version}{TRY}", "view", self._form),
-            Page("POST", f"{version}{TRY}/predict", "predict", self._predict, most),
-            Page("POST", f"{version}{TRY}/explain", "explain", self._explain, most),
+            *(
+                Page("POST", f"{version}{TRY}/{verb}", verb, partial(self._answer, kind), most)
+                for verb, kind in (("predict", PREDICT), ("explain", EXPLAIN))
+            ),
         ]
 
-    async def _read(self, model: ModelVersion) -> tuple[Known | None, str]:
+    async def _read(self, model: ModelVersion) -> tuple[Certificate | None, str]:
         """Return what the archive of a version says, or why nobody can tell."""
         try:
             return await self._archives.read(model), ""
@@ -145,7 +112,7 @@ class TryPages:
         model = self._models.find(visit)
         known, problem = await self._read(model)
         values = {
-            "certificate": known.certificate if known else None,
+            "certificate": known,
             "problem": problem,
             "as_address": as_address,
             "text_of": text_of,
@@ -153,7 +120,7 @@ class TryPages:
             "cut": cut,
         }
         common = self._models.common(model, ARCHIVE)
-        return self._renderer.page(visit, "archive.html", {**common, **values})
+        return visit.page("archive.html", {**common, **values})
 
     # -- trying it -------------------------------------------------------------------------------
 
@@ -163,25 +130,23 @@ class TryPages:
         return self._page(visit, model, known, [])
 
     def _page(
-        self, visit: Visit, model: ModelVersion, known: Known | None, columns: Sequence[Column]
+        self,
+        visit: Visit,
+        model: ModelVersion,
+        known: Certificate | None,
+        columns: Sequence[Column],
     ) -> Answer:
         values = {
             "form": form_of(model, known.features if known else None),
-            "golden": known.certificate.golden if known else (),
+            "golden": known.golden if known else (),
             "methods": METHODS,
             "timeout_ms": int(MOST_ASKED * model.request_timeout_s * 1000),
             "as_address": as_address,
             **_shown(columns),
         }
-        return self._renderer.page(visit, "try.html", {**self._models.common(model, TRY), **values})
+        return visit.page("try.html", {**self._models.common(model, TRY), **values})
 
-    async def _predict(self, visit: Visit) -> Answer:
-        return await self._answer(visit, PREDICT)
-
-    async def _explain(self, visit: Visit) -> Answer:
-        return await self._answer(visit, EXPLAIN)
-
-    async def _answer(self, visit: Visit, kind: int) -> Answer:
+    async def _answer(self, kind: int, visit: Visit) -> Answer:
         """Ask once for each column, one after the other: their times are to be compared."""
         model = self._models.find(visit)
         known, _ = await self._read(model)
@@ -198,7 +163,7 @@ class TryPages:
         except BadRequest as error:
             columns = [Column("Nothing was asked", problem=str(error))]
         if visit.is_partial():
-            return self._renderer.part("answers.html", _shown(columns))
+            return visit.part("answers.html", _shown(columns))
         return self._page(visit, model, known, columns)
 
     async def _fill(
@@ -249,7 +214,7 @@ def _asked(
         yield version, options, f"{model.name} {version}: {method.replace('_', ' ')}"
 
 
-def _read_input(visit: Visit, form: Form, known: Known | None) -> tuple[bytes, str]:
+def _read_input(visit: Visit, form: Form, known: Certificate | None) -> tuple[bytes, str]:
     """Return body and Content-Type of what was entered.
 
     Raises:
@@ -268,7 +233,7 @@ def _read_input(visit: Visit, form: Form, known: Known | None) -> tuple[bytes, s
         if not (text := visit.fields.get("json", "")).strip():
             raise BadRequest("nothing is entered; expected the body of a request, as JSON")
         return text.encode(), JSON
-    golden = known.certificate.golden if known else ()
+    golden = known.golden if known else ()
     place = way.removeprefix("golden-")
     if place.isdecimal() and int(place[:4]) < len(golden):
         case = golden[int(place[:4])]

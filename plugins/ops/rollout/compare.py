@@ -40,7 +40,7 @@ from modelyard.base.answers import (
     measure,
     pair_up,
 )
-from modelyard.plugins.ops.rollout.answers import (
+from modelyard.plugins.ops.rollout.comparer import (
     LENGTH_HEADER,
     MOST_BYTES,
     SAME,
@@ -199,7 +199,8 @@ def _read(answer: Answer) -> _Document:
         return as_bytes
     head = view[: int(length)] if length else view
     read = None if length else _READERS.get(kind)
-    if not length and read is None and not kind.startswith("text/") and not _is_json(kind):
+    is_json = kind == "application/json" or kind.endswith("+json")
+    if not length and read is None and not kind.startswith("text/") and not is_json:
         return as_bytes
     if len(head) > MOST_JSON_BYTES or len(view) > MOST_BYTES:
         raise NotCompared("too large")
@@ -215,10 +216,6 @@ def _read(answer: Answer) -> _Document:
             return as_bytes
 
 
-def _is_json(kind: str) -> bool:
-    return kind == "application/json" or kind.endswith("+json")
-
-
 def _parse(text: bytes) -> Any:
     """Read JSON, and NaN and infinities, which many write and JSON does not have.
 
@@ -231,14 +228,6 @@ def _parse(text: bytes) -> Any:
         if b"NaN" not in text and b"Infinity" not in text:
             raise
         return json.loads(text)
-
-
-def _read_lines(text: bytes) -> list[Any]:
-    return [_parse(line) for line in text.splitlines() if line.strip()]
-
-
-def _read_csv(text: bytes) -> list[list[Any]]:
-    return [list(map(_read_cell, row)) for row in csv.reader(io.StringIO(text.decode()))]
 
 
 def _read_cell(cell: str) -> Any:
@@ -265,8 +254,10 @@ def _read_npy(data: bytes) -> Any:
 
 _READERS: dict[str, Callable[[bytes], Any]] = {
     **dict.fromkeys(("application/x-ndjson", "application/jsonl", "application/jsonlines"),
-                    _read_lines),
-    "text/csv": _read_csv,
+                    lambda text: [_parse(line) for line in text.splitlines() if line.strip()]),
+    "text/csv": lambda text: [
+        list(map(_read_cell, row)) for row in csv.reader(io.StringIO(text.decode()))
+    ],
     "application/x-npy": _read_npy,
 }  # fmt: skip
 """Content type → what reads it, or raises ValueError."""

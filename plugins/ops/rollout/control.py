@@ -1,4 +1,4 @@
-"""Roll-outs of one server: every verb, what happens by itself, and what is there after a restart.
+"""Roll-outs of one server: every verb, what happens by itself and after a restart, and the routes.
 
 Each verb may be repeated: what is so already stays so. What takes an answer away from a candidate
 is one step of the loop, whatever else is going on.
@@ -13,26 +13,31 @@ import secrets
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Query
 
 from modelyard.archiver import Archive, ArchiveError
 from modelyard.archiver.manifest import Manifest
 from modelyard.plugins.ops.rollout.comparer import Comparer
-from modelyard.plugins.ops.rollout.metrics import RolloutMetrics, rollout_families
 from modelyard.plugins.ops.rollout.record import (
     ACTIVE,
     WITH_CANDIDATE,
     Plan,
     Record,
+    RolloutMetrics,
     State,
     Step,
     Version,
     format_share,
+    parse_plan,
     parse_share,
+    rollout_families,
 )
 from modelyard.plugins.ops.rollout.rule import Outcome, parse_rule
 from modelyard.plugins.ops.rollout.shadow import Canary
 from modelyard.plugins.ops.rollout.trial import Trial, describe_findings
+from modelyard.serve.api.description import ModelName, error_responses
 from modelyard.serve.control.model_config import ModelSpec
 from modelyard.serve.control.register import Lifecycle, Report
 from modelyard.serve.control.registry import ModelVersion
@@ -306,7 +311,7 @@ class Rollouts:
         trial, record = rollout.trial, rollout.record
         if trial is None:
             return
-        why, verdict = trial.danger(), Outcome.FAIL
+        why, verdict = trial.watch.look(), Outcome.FAIL
         is_sure = why is not None
         if why is None:
             judgement = trial.judge()
@@ -422,7 +427,8 @@ class Rollouts:
             rollout.trial.enter(is_canary, record.share)
             self._arm()
             if is_canary:
-                split = Canary(live, candidate, record.salt, record.share, record.plan.header)
+                header = record.plan.header.encode()
+                split = Canary(live, candidate, record.salt, record.share, header)
                 self._registry.splits[record.model] = split
         elif rollout.trial is not None:
             rollout.found = rollout.trial.to_json()
@@ -619,3 +625,45 @@ def _refuse_other(record: Record, plan: Plan) -> None:
         f"a roll-out {what} is {record.label}; `modelyard rollout abort {name}` ends it, and then "
         "this one can start"
     )
+
+
+# -- the management API, `/models/{model}/rollout` -------------------------------------------------
+
+
+def rollout_routes(rollouts: Rollouts) -> APIRouter:
+    """Return the routes for operators."""
+    router = APIRouter(tags=["roll-out"], responses=error_responses(400, 401, 404, 409))
+    place = "/models/{model}/rollout"
+
+    @router.get(place, summary="Describe a roll-out")
+    async def status(model: ModelName) -> dict[str, Any]:
+        """Describe a model's roll-out: state, what was compared, the judgement, events."""
+        return rollouts.status(model)
+
+    @router.post(place, summary="Start a roll-out", responses=error_responses(500, 507))
+    async def start(model: ModelName, plan: Annotated[Plan, Depends(parse_plan)]) -> dict[str, Any]:
+        """Load a candidate beside the default version; answers when its golden requests pass."""
+        return await rollouts.start(model, plan)
+
+    @router.post(f"{place}/promote", summary="Promote")
+    async def promote(
+        model: ModelName,
+        to: Annotated[
+            str | None, Query(description="shadow, a share such as 10%, default; else one step.")
+        ] = None,
+        force: Annotated[bool, Query(description="Whatever was judged.")] = False,
+    ) -> dict[str, Any]:
+        """Take the candidate a step on; with `to` it may be repeated."""
+        return await rollouts.promote(model, to, force)
+
+    @router.post(f"{place}/abort", summary="Abort")
+    async def abort(model: ModelName) -> dict[str, Any]:
+        """End the roll-out and remove the candidate."""
+        return await rollouts.abort(model)
+
+    @router.post(f"{place}/back", summary="Take back")
+    async def back(model: ModelName) -> dict[str, Any]:
+        """Have the version before answer everything again."""
+        return await rollouts.back(model)
+
+    return router

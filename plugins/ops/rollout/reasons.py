@@ -19,11 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 from modelyard.archiver.reference import OTHER, Reasons, Reference, fold, parse_reference
 from modelyard.archiver.untrusted.names import REFERENCE_NAME
-from modelyard.plugins.ops.reasons import OF_A_JOB, OTHER_FORMS, idle_explainer, read_answer
+from modelyard.plugins.ops.reasons import OTHER_FORMS, explain, read_answer
 from modelyard.plugins.ops.rollout import evidence
 from modelyard.plugins.ops.rollout.evidence import Bet, Bound
 from modelyard.serve.control.registry import ModelVersion
-from modelyard.serve.dataplane import wire
 from modelyard.serve.dataplane.call import Reply
 from modelyard.serve.errors import WorkerDied
 
@@ -204,19 +203,13 @@ class Explained:
             return
         if self._since < (EVERY if is_kept else 1):
             return
-        workers = [idle_explainer(model) for model in self._sides]
-        if self._is_running or None in workers:
+        asked = self._sides, copied.head, copied.parts, copied.flags
+        if self._is_running or not (sinks := explain(*asked)):
             self.counts["busy"] += 1
             return
         self._since, self._is_running = 0, True
-        loop = asyncio.get_running_loop()
-        sinks = [loop.create_future() for _ in workers]
         done = asyncio.gather(*sinks, return_exceptions=True)
         done.add_done_callback(partial(self._ended, self.leaning))
-        flags = copied.flags & OF_A_JOB | wire.SHARES
-        for worker, sink in zip(workers, sinks, strict=True):
-            assert worker is not None
-            worker.run_aside([(copied.head, copied.parts, flags, sink, 0)])
 
     def _ended(self, leaning: Leaning, done: asyncio.Future[list[Any]]) -> None:
         """Take both explanations; what was cancelled gave way to one that somebody waits for."""

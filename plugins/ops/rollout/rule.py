@@ -21,11 +21,12 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import partial
 from typing import Any, NamedTuple
 
 from modelyard.plugins.ops.rollout import evidence
-from modelyard.plugins.ops.rollout.answers import Comparison, Verdict
 from modelyard.plugins.ops.rollout.blocks import Blocks
+from modelyard.plugins.ops.rollout.comparer import Comparison, Verdict
 from modelyard.plugins.ops.rollout.evidence import Bound, Cells, Drift, Span
 from modelyard.plugins.ops.rollout.reasons import LIMIT, Leaning
 from modelyard.serve.dataplane.metrics import Histogram
@@ -545,7 +546,8 @@ class Judge:
         """Return after how many more it would pass if nothing of them was wrong."""
         n = tally.compared
         by_answers = [each for each in parts if each.name not in ("p50", "p99", "reasons")]
-        more = [_more_until(part, self._alpha) for part in by_answers]
+        more = [bisect_left(range(_MOST_MORE), True, key=partial(part.is_kept, self._alpha))
+                for part in by_answers]  # fmt: skip
         most = max([*more, self.rule.least - n, 0])
         if most:
             return f"{n} compared; {most} more are needed if none of them differs or fails"
@@ -572,11 +574,6 @@ class Judge:
         is_odd = tally.differs or tally.noise_differs
         in_doubt = tally.pairs.total() < FEW_PAIRS or (is_odd and not is_known)
         return 1 if in_doubt and self.rule.labels is None else NOISE_EVERY
-
-
-def _more_until(part: Part | Leaning, alpha: float) -> int:
-    """Return how many faultless requests a part lacks until it is shown to be kept."""
-    return bisect_left(range(_MOST_MORE), True, key=lambda more: part.is_kept(alpha, more))
 
 
 def describe(name: str, rule: Rule, tally: Tally, bounds: dict[str, Bound]) -> str:

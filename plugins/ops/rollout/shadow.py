@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from time import monotonic
@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 from modelyard.serve.control.registry import ModelVersion
 from modelyard.serve.dataplane import wire
 from modelyard.serve.dataplane.call import PREDICT, Call, Reply, Stream
-from modelyard.serve.dataplane.pool import Pool
 from modelyard.serve.dataplane.wire import Payload
 from modelyard.serve.dataplane.worker import Worker
 from modelyard.serve.errors import StreamBroken, WorkerDied
@@ -97,30 +96,24 @@ def place(salt: str, key: str) -> float:
     return int.from_bytes(digest.digest()) / 2**64
 
 
+@dataclass(frozen=True)
 class Canary:
-    """Sends a share of the requests to the candidate, the same ones always; a `Split`.
+    """Sends a share of the requests to the candidate, the same ones always; a `Split`."""
 
-    Args:
-        salt: salt of the roll-out: who is among the first in one is not among the first in the
-            next.
-        header: header whose value decides, in lower case; the request's id does where it is absent,
-            or where this is empty.
-    """
-
-    def __init__(
-        self, live: ModelVersion, candidate: ModelVersion, salt: str, share: float, header: str = ""
-    ) -> None:
-        self._share = share
-        self._live = live
-        self._candidate = candidate
-        self._salt = salt
-        self._header = header.encode()
+    live: ModelVersion
+    candidate: ModelVersion
+    salt: str
+    """Of the roll-out: who is among the first in one is not among the first in the next."""
+    share: float
+    header: bytes = b""
+    """Header whose value decides, in lower case; the request's id does where it is absent, or where
+    this is empty."""
 
     def choose(self, id: str, headers: Iterable[tuple[bytes, bytes]]) -> ModelVersion:
         """Return the version that answers a request of this id and these headers."""
-        if self._header:
-            id = next((v.decode("latin-1") for n, v in headers if n == self._header), id)
-        return self._candidate if place(self._salt, id) < self._share else self._live
+        if self.header:
+            id = next((v.decode("latin-1") for n, v in headers if n == self.header), id)
+        return self.candidate if place(self.salt, id) < self.share else self.live
 
 
 class Shadow:
@@ -241,9 +234,8 @@ class Shadow:
         is_busy = self._live.batchers[PREDICT].queued > 0
         for for_candidate, queue in self._queues.items():
             pool = self._candidate.pool if for_candidate else self._live.pool
-            for worker in _idle(pool) if queue and not is_busy else ():
-                if not queue:
-                    break
+            idle = (worker for worker in pool.workers if worker.is_idle and not is_busy)
+            while queue and (worker := next(idle, None)) is not None:
                 self._run(worker, queue.popleft(), now)
             while queue and now - queue[0].since > WAIT_S:
                 batch = queue.popleft()
@@ -330,7 +322,3 @@ def _failure(error: BaseException) -> Reply:
 
 def _size(job: Call, reply: Reply) -> int:
     return sum(map(len, job.parts)) + len(cast("Payload", reply.body))
-
-
-def _idle(pool: Pool) -> Iterator[Worker]:
-    return (worker for worker in pool.workers if worker.is_idle)

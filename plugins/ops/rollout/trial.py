@@ -12,7 +12,10 @@ from functools import partial
 from time import monotonic
 from typing import Any
 
-from modelyard.plugins.ops.rollout.answers import (
+import psutil
+
+from modelyard.plugins.ops.rollout.comparer import (
+    Comparer,
     Comparison,
     NotCompared,
     Verdict,
@@ -20,11 +23,9 @@ from modelyard.plugins.ops.rollout.answers import (
     both,
     read_tolerance,
 )
-from modelyard.plugins.ops.rollout.comparer import Comparer
 from modelyard.plugins.ops.rollout.evidence import Bound
-from modelyard.plugins.ops.rollout.metrics import RolloutMetrics
 from modelyard.plugins.ops.rollout.reasons import LIMIT, Explained
-from modelyard.plugins.ops.rollout.record import Plan
+from modelyard.plugins.ops.rollout.record import Plan, RolloutMetrics
 from modelyard.plugins.ops.rollout.rule import (
     Beside,
     Judge,
@@ -35,11 +36,13 @@ from modelyard.plugins.ops.rollout.rule import (
     parse_rule,
 )
 from modelyard.plugins.ops.rollout.shadow import Copy, CopyBatch, Shadow
-from modelyard.plugins.ops.rollout.watch import Watch
 from modelyard.serve.control.registry import ModelVersion
+from modelyard.serve.dataplane import wire
 from modelyard.serve.dataplane.call import PREDICT, Call, Reply
 from modelyard.serve.dataplane.metrics import Histogram
+from modelyard.serve.dataplane.pool import Pool
 from modelyard.serve.dataplane.wire import Buffer
+from modelyard.serve.dataplane.worker import Worker
 
 Found = Comparison | NotCompared
 WARM_UP = 100
@@ -90,7 +93,8 @@ class Trial:
         self._shadows: list[Shadow] = []
         self._look = look
         self._soon: asyncio.Handle | None = None
-        self._watch = Watch(live, candidate, self._live_p99_s)
+        self.watch = Watch(live, candidate, self._live_p99_s)
+        """Knows why the candidate must not go on, whatever is judged."""
         self._times = Beside()
         self._timers = partial(self._timed, False), partial(self._timed, True)
         self._is_canary = False
@@ -128,7 +132,7 @@ class Trial:
             if is_canary and timer not in model.pool.on_answer:
                 model.pool.on_answer = (*model.pool.on_answer, timer)
         self._is_canary = is_canary
-        self._watch.begin()
+        self.watch.begin()
         self._candidate.pool.heir = self._inherit if is_canary else None
 
     def stop(self) -> None:
@@ -199,10 +203,6 @@ class Trial:
     def explain(self) -> Judgement:
         """Return what there is to say now with bounds, and what is missing where it is not sure."""
         return self._judge.explain(self._tally)
-
-    def danger(self) -> str | None:
-        """Return why the candidate must not go on, whatever is judged; None where nothing is."""
-        return self._watch.look()
 
     def _look_soon(self) -> None:
         """Look once all that was found together is counted."""
@@ -304,7 +304,8 @@ def describe_findings(
         "own": tally.own.to_json(),
         "reasons": {"said": describe("reasons", rule, tally, bounds), "explanations": {}},
         "dropped": {},
-        "bounds": {name: _bound(bounds.get(name)) for name in BOUNDS},
+        "bounds": {name: bounds[name]._asdict() if name in bounds else dict.fromkeys(Bound._fields)
+                   for name in BOUNDS},
         "judgement": {"verdict": str(judgement.verdict), "reasons": list(judgement.reasons),
                       "confidence": rule.confidence},
         "latency": {name: {f"p{percent}": _quantile(side.times, percent) for percent in (50, 99)}
@@ -316,10 +317,6 @@ def describe_findings(
 
 
 BOUNDS = ("disagreement", "noise", "excess", "failures", "labels", "p50", "p99", "reasons")
-
-
-def _bound(bound: Bound | None) -> dict[str, float | None]:
-    return bound._asdict() if bound is not None else dict.fromkeys(Bound._fields)
 
 
 def _quantile(times: Histogram, percent: int) -> float | None:
@@ -407,3 +404,125 @@ def _cut(body: Buffer, most: int) -> dict[str, Any]:
             else {"base64": b64encode(head).decode()}
         )
     return {**said, "bytes": len(body)}
+
+
+# -- signs by which a candidate is taken back at once ----------------------------------------------
+
+
+MOST_RESTARTS = 3
+GOLDEN_EVERY_S = 60.0
+HUNG_S = 5.0
+"""Least time that a request may take, however fast the live version is."""
+SLOWER = 20
+"""Times the live version's 99th percentile that a request may take."""
+MEMORY_EVERY_S = 2.0
+GROWTH_BYTES = 256 << 20
+"""Least growth of a worker, beyond its size at first and beyond the live version's largest."""
+
+
+class Watch:
+    """Watches a candidate while it answers, for what needs no statistics, or cannot wait for them.
+
+    Args:
+        live: what it is measured by.
+        live_p99_s: returns the 99th percentile of the live version's latency, 0 while unknown.
+    """
+
+    def __init__(
+        self, live: ModelVersion, candidate: ModelVersion, live_p99_s: Callable[[], float]
+    ) -> None:
+        self._live = live
+        self._candidate = candidate
+        self._live_p99_s = live_p99_s
+        self._failure = ""
+        self._memory_at = 0.0
+        self._first: dict[int, int] = {}
+        """Bytes of a process when it was looked at first, in whatever state."""
+        self.begin()
+
+    def begin(self) -> None:
+        """Count anew what a state may have few of; a worker that grows has grown in all states."""
+        self._restarts = _restarts(self._candidate.pool)
+        self._golden_at = monotonic() + GOLDEN_EVERY_S
+
+    def look(self) -> str | None:
+        """Return why the candidate must not answer any more; None where there is nothing."""
+        now = monotonic()
+        restarts = _restarts(self._candidate.pool) - self._restarts
+        if restarts >= MOST_RESTARTS:
+            return f"its workers ended {restarts} times unasked"
+        if (reason := self._candidate.pool.why_none) is not None:
+            return reason
+        self._replay(now)
+        return self._failure or self._hung(now) or self._grown(now)
+
+    def _hung(self, now: float) -> str | None:
+        waits = self._live.batchers[PREDICT].oldest_s
+        limit = max(HUNG_S, SLOWER * self._live_p99_s(), waits)
+        jobs = [job for worker in self._candidate.pool.workers for job in worker.flight.values()]
+        taken = (job.taken_at for job in jobs if job.kind == PREDICT and job.stream is None)
+        longest = now - min(taken, default=now)
+        if longest > limit:
+            return f"a request has no answer for {longest:.1f} s"
+        if (waited := self._candidate.batchers[PREDICT].oldest_s) > limit:
+            return f"a request waits for {waited:.1f} s"
+        return None
+
+    # -- golden requests -----------------------------------------------------------------------
+
+    def _replay(self, now: float) -> None:
+        """Have an idle worker answer the golden requests again, when it is time."""
+        plan = self._candidate.pool.plan
+        if now < self._golden_at or not plan.load["golden"] or plan.load["handler"] == "generate":
+            return
+        idle = (worker for worker in self._candidate.pool.workers if worker.is_idle)
+        if (worker := next(idle, None)) is None:
+            return
+        self._golden_at = now + GOLDEN_EVERY_S
+        head = wire.pack_meta((b"", b"", b"golden"))
+        sink: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        sink.add_done_callback(self._replayed)
+        worker.run_aside([(head, [b""], wire.GOLDEN, sink, 0)])
+
+    def _replayed(self, sink: asyncio.Future[Reply]) -> None:
+        """Take what it found; others count the deaths of workers."""
+        if sink.cancelled():  # a request came first
+            self._golden_at = monotonic() + 1.0
+        elif sink.exception() is None:
+            reply = sink.result()
+            if reply.status != 200 and isinstance(reply.body, bytes | bytearray):
+                self._failure = bytes(reply.body[:500]).decode("utf-8", "replace")
+
+    # -- memory --------------------------------------------------------------------------------
+
+    def _grown(self, now: float) -> str | None:
+        """Return that a worker has come to be twice as large, and larger than the live version's.
+
+        Those have answered the same requests, and for longer.
+        """
+        if now < self._memory_at:
+            return None
+        self._memory_at = now + MEMORY_EVERY_S
+        most = max(map(_bytes_of, self._live.pool.workers), default=0)
+        for worker in self._candidate.pool.workers:
+            if not (size := _bytes_of(worker)):
+                continue
+            first = self._first.setdefault(worker.pid, size)
+            if size - first > max(first, GROWTH_BYTES) and size > most + GROWTH_BYTES:
+                return (
+                    f"worker {worker.number} has grown from {first >> 20} MB to {size >> 20} MB; "
+                    f"the live version's largest has {most >> 20} MB"
+                )
+        return None
+
+
+def _bytes_of(worker: Worker) -> int:
+    """Return the memory of a worker; 0 where it is not ready or gone."""
+    try:
+        return int(psutil.Process(worker.pid).memory_info().rss) if worker.is_ready else 0
+    except psutil.Error:
+        return 0
+
+
+def _restarts(pool: Pool) -> int:
+    return sum(slot.restarts for slot in pool.slots)

@@ -27,18 +27,13 @@ from modelyard.handlers.explain.attribute.attribution import (
     recording,
 )
 from modelyard.handlers.explain.attribute.cut import cut_at_embedding
-from modelyard.handlers.explain.attribute.method import (
-    AskedRequest,
-    Measurement,
-    Result,
-)
+from modelyard.handlers.explain.attribute.method import AskedRequest, Measurement, Result
 from modelyard.handlers.explain.attribute.methods import METHODS
 from modelyard.handlers.explain.explanation import Explanation, explain_batch
 from modelyard.handlers.explain.request.options import ExplainOptions
 from modelyard.handlers.models.backends import as_tuple
 from modelyard.handlers.proof.mutation import Mutation, mutated
-from modelyard.plugins.tasks.methods.features import Features, features_of
-from modelyard.plugins.tasks.methods.removal import curves_of, scores_of
+from modelyard.plugins.tasks.methods.features import Features, curves_of, features_of, scores_of
 
 if TYPE_CHECKING:
     from modelyard.handlers.base import BaseHandler

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -47,56 +48,51 @@ def input_x_gradient(request: AttributionRequest) -> Attribution:
     return _at_inputs(request, product)
 
 
+class Draws(TypedDict, total=False):
+    """How many points are drawn."""
+
+    n_samples: int | None
+    """Points; without it as many as `tolerance` needs, `max_samples` at most."""
+    tolerance: float
+    """The largest error."""
+    max_samples: int
+    """Where drawing ends."""
+    budget_ms: int | None
+    """Budget as in `stopwatch`; the first draws are always made."""
+
+
 def smoothgrad(
     request: AttributionRequest,
     *,
-    n_samples: int | None = None,
     noise: float = DEFAULT_NOISE,
     seed: int = 0,
-    tolerance: float = DEFAULT_TOLERANCE,
-    max_samples: int = MAX_SAMPLES,
-    budget_ms: int | None = None,
+    **draws: Unpack[Draws],
 ) -> Attribution:
     """Return the mean of the gradients at noisy copies of the input.
 
     Args:
         request: request of one explanation.
-        n_samples: copies; without it as many as `tolerance` needs, `max_samples` at most.
         noise: standard deviation of the normal noise, as a share of the request's scales.
         seed: seed of the noise.
-        tolerance: the largest error.
-        max_samples: where drawing ends.
-        budget_ms: budget as in `stopwatch`; the first draws are always made.
+        draws: how many copies.
 
     Source: Smilkov et al. 2017, https://arxiv.org/abs/1706.03825
     """
     noisy = _Noise(request, noise, seed)
     ones = tuple(map(torch.ones_like, request.inputs))
-    return mean_gradients(
-        request, lambda: (noisy.copies(), ones), n_samples, tolerance, max_samples, budget_ms
-    )
+    return mean_gradients(request, lambda: (noisy.copies(), ones), **draws)
 
 
 def gradient_shap(
-    request: AttributionRequest,
-    *,
-    n_samples: int | None = None,
-    noise: float = 0.0,
-    seed: int = 0,
-    tolerance: float = DEFAULT_TOLERANCE,
-    max_samples: int = MAX_SAMPLES,
-    budget_ms: int | None = None,
+    request: AttributionRequest, *, noise: float = 0.0, seed: int = 0, **draws: Unpack[Draws]
 ) -> Attribution:
     """Return expected gradients: random points between input and baselines drawn from the set.
 
     Args:
         request: request of one explanation; its baseline set is drawn from.
-        n_samples: points; without it as many as `tolerance` needs, `max_samples` at most.
         noise: standard deviation of normal noise on the input, as a share of its scales.
         seed: seed of the draws.
-        tolerance: the largest error.
-        max_samples: where drawing ends.
-        budget_ms: budget as in `smoothgrad`.
+        draws: how many points.
 
     Source: Erion et al. 2019, https://arxiv.org/abs/1906.10670
     """
@@ -110,16 +106,17 @@ def gradient_shap(
         ways = tuple(end - start for end, start in zip(noisy.copies(), starts, strict=True))
         return tuple(start + share * way for start, way in zip(starts, ways, strict=True)), ways
 
-    return mean_gradients(request, draw, n_samples, tolerance, max_samples, budget_ms)
+    return mean_gradients(request, draw, **draws)
 
 
 def mean_gradients(
     request: AttributionRequest,
     draw: Draw,
-    n_samples: int | None,
-    tolerance: float,
-    max_samples: int,
-    budget_ms: int | None,
+    *,
+    n_samples: int | None = None,
+    tolerance: float = DEFAULT_TOLERANCE,
+    max_samples: int = MAX_SAMPLES,
+    budget_ms: int | None = None,
 ) -> Attribution:
     """Return the mean of the gradients at random points, with its standard errors.
 
@@ -128,10 +125,7 @@ def mean_gradients(
     Args:
         request: request of one explanation.
         draw: the next point.
-        n_samples: points; without it as many as `tolerance` needs, `max_samples` at most.
-        tolerance: the largest error.
-        max_samples: where drawing ends.
-        budget_ms: budget as in `smoothgrad`.
+        n_samples, tolerance, max_samples, budget_ms: as in `Draws`.
     """
     fits = stopwatch(budget_ms)
     mean = _Mean(request.inputs)

@@ -143,14 +143,10 @@ def _layer_node(module: fx.GraphModule, name: str) -> fx.Node:
     if not inside:
         raise BadInput(_unknown_layer(name, [each for path in paths.values() for each in path]))
     last = [node for node in inside if any(user not in inside for user in node.users)]
-    if len(last) != 1 or not _is_real(last[0]):
+    value = last[0].meta.get("val") if len(last) == 1 else None
+    if not isinstance(value, Tensor) or not value.is_floating_point():
         raise BadInput(f'layer "{name}" gives no single real-valued tensor; name one inside it')
     return cast("fx.Node", last[0])
-
-
-def _is_real(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def _unknown_layer(name: str, layers: Sequence[str]) -> str:

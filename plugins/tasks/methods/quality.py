@@ -13,7 +13,7 @@ from modelyard.base.extras import how_to_install
 from modelyard.handlers.errors import BadInput
 from modelyard.handlers.explain.attribute.attribution import AttributionRequest, Tensors
 from modelyard.handlers.explain.attribute.method import Measurement, Method, Result
-from modelyard.plugins.tasks.methods.removal import curves_of, ranked
+from modelyard.plugins.tasks.methods.features import curves_of, ranked
 
 SAMPLES = 10
 NOISE = 0.1

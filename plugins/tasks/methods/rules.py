@@ -5,6 +5,7 @@ the nodes of an exported program. A compiled module (TorchScript) cannot be watc
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -146,9 +147,8 @@ class _Ratios(TorchFunctionMode):
         name = _name(func)
         is_bent = name in ELEMENTWISE | MAX_POOLS
         if is_bent and len(moving) == 1 and moving[0] is args[0]:
-            rule = _Ratio if name in ELEMENTWISE else _PoolRatio
-            return rule.apply(  # type: ignore[no-untyped-call]
-                args[0], lambda values: func(values, *args[1:], **kwargs)
+            return _Ratio.apply(  # type: ignore[no-untyped-call]
+                args[0], lambda values: func(values, *args[1:], **kwargs), name in MAX_POOLS
             )
         found = func(*args, **kwargs)
         is_linear = name in LINEAR_IN_ALL or (
@@ -170,56 +170,39 @@ class _Ratios(TorchFunctionMode):
 
 
 class _Ratio(torch.autograd.Function):
-    """A function of each value by itself."""
+    """A function of each value by itself; or max-pooling, each of whose maxima changes where it is.
+
+    That is in the input or the baseline.
+    """
 
     @staticmethod
-    def forward(context: Any, inputs: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    def forward(
+        context: Any, inputs: Tensor, function: Callable[[Tensor], Tensor], is_pool: bool
+    ) -> Tensor:
         before = inputs.clone()  # the function may work in place
         outputs = function(inputs.clone())
         context.save_for_backward(before, outputs)
-        context.function = function
+        context.function, context.is_pool = function, is_pool
         return outputs
 
     @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         inputs, outputs = context.saved_tensors
         (end, start), (high, low) = inputs.chunk(2), outputs.chunk(2)
-        own = gradient.chunk(2)[0]
-        (slope,) = _pulled(context.function, end, own)
-        found = _quotient(own * (high - low), end - start, slope)
-        return torch.cat((found, torch.zeros_like(found))), None
+        own, pulled = gradient.chunk(2)[0], partial(_pulled, context.function)
+        change = own * (high - low)
+        if context.is_pool:
+            most = torch.maximum(high, low)
+            change = pulled(end, own * (most - low)) + pulled(start, own * (high - most))
+        found = _quotient(change, end - start, pulled(end, own))
+        return torch.cat((found, torch.zeros_like(found))), None, None
 
 
-class _PoolRatio(torch.autograd.Function):
-    """Max-pooling: the change of each maximum goes to where it is, in the input or the baseline."""
-
-    @staticmethod
-    def forward(context: Any, inputs: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-        outputs = function(inputs)
-        context.save_for_backward(inputs, outputs)
-        context.function = function
-        return outputs
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        inputs, outputs = context.saved_tensors
-        (end, start), (high, low) = inputs.chunk(2), outputs.chunk(2)
-        own = gradient.chunk(2)[0]
-        most = torch.maximum(high, low)
-        (slope,) = _pulled(context.function, end, own)
-        (up,) = _pulled(context.function, end, own * (most - low))
-        (down,) = _pulled(context.function, start, own * (high - most))
-        found = _quotient(up + down, end - start, slope)
-        return torch.cat((found, torch.zeros_like(found))), None
-
-
-def _pulled(
-    function: Callable[[Tensor], Tensor], at: Tensor, gradient: Tensor
-) -> tuple[Tensor, ...]:
+def _pulled(function: Callable[[Tensor], Tensor], at: Tensor, gradient: Tensor) -> Tensor:
     """Return the gradient at a point, of a function whose output has one."""
     with torch.enable_grad():
         point = at.detach().clone().requires_grad_()
-        return torch.autograd.grad(function(point * 1), point, gradient)
+        return torch.autograd.grad(function(point * 1), point, gradient)[0]
 
 
 def _quotient(change: Tensor, way: Tensor, slope: Tensor) -> Tensor:

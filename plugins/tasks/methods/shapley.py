@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import cache
 from typing import NamedTuple
 
@@ -46,6 +47,7 @@ class Shapley(NamedTuple):
     """(M, B) the values by each of the baselines, whose mean the values are."""
 
 
+@dataclass(frozen=True)
 class Game:
     """M players, of which any set has a worth; sets are asked about once, with all the others.
 
@@ -57,24 +59,17 @@ class Game:
     https://arxiv.org/abs/2012.01536).
     """
 
-    def __init__(
-        self, players: int, worth: Callable[[Bools], Floats], total: Floats, seed: int
-    ) -> None:
-        """Take what a game is made of.
-
-        Args:
-            players: two or more.
-            worth: sets (R, M), true for who is in → (R, B).
-            total: (B,) the worth of all players less that of none.
-            seed: seed of the draws.
-        """
-        self.players = players
-        self.worth = worth
-        self.total = total
-        self.seed = seed
-        self.known: dict[bytes, Floats] = {}
-        """Packed set → its worth less that of its complement."""
-        self._sizes: dict[int, tuple[Iterator[Bools], list[Bools]]] = {}
+    players: int
+    """Two or more."""
+    worth: Callable[[Bools], Floats]
+    """Sets (R, M), true for who is in → (R, B)."""
+    total: Floats
+    """(B,) the worth of all players less that of none."""
+    seed: int
+    """Seed of the draws."""
+    known: dict[bytes, Floats] = field(default_factory=dict)
+    """Packed set → its worth less that of its complement."""
+    _sizes: dict[int, tuple[Iterator[Bools], list[Bools]]] = field(default_factory=dict)
 
     @property
     def pairs(self) -> int:
@@ -105,7 +100,8 @@ class Game:
         while True:
             rest = [size for size in sizes if size not in whole]
             left = pairs - sum(whole.values())
-            shares = _shares([self._mass(size) for size in rest])
+            masses = [self._mass(size) for size in rest]
+            shares = np.array(masses) / (sum(masses) or 1.0)
             covered = (s for s, share in zip(rest, shares, strict=True)
                        if left * share >= self._number(s))  # fmt: skip
             if (size := next(covered, None)) is None:
@@ -168,7 +164,7 @@ class Game:
         if new:
             asked = sets[new]
             inside, outside = np.split(self.worth(np.concatenate([asked, ~asked])), 2)
-            self.known |= zip([keys[at] for at in new], inside - outside, strict=True)
+            self.known.update(zip([keys[at] for at in new], inside - outside, strict=True))
         return np.array([self.known[key] for key in keys])
 
     def _sets(self, size: int, count: int) -> Bools:
@@ -212,10 +208,6 @@ class Game:
 
 
 _combinations = cache(math.comb)
-
-
-def _shares(masses: list[float]) -> Floats:
-    return np.array(masses) / (sum(masses) or 1.0)
 
 
 def set_error(each: Floats) -> Tensor:

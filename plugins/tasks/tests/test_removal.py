@@ -9,7 +9,7 @@ from torch import Tensor
 
 from modelyard.handlers.explain.explanation import Explanation, explain_batch
 from modelyard.handlers.explain.request.options import parse_options
-from modelyard.plugins.tasks.methods.removal import Check
+from modelyard.plugins.tasks.methods.features import Check
 from tests.handlers.test_explanation import SPEC, artifact, subject
 
 COUNT = 40

@@ -35,8 +35,11 @@ from modelyard.plugins.torchserve.configuration import (
 from modelyard.plugins.torchserve.log4j import find_log_config, read_log_config
 from modelyard.plugins.torchserve.metrics import TorchServeMetrics
 from modelyard.plugins.torchserve.migrate.workflows import UnreadableWorkflow, describe_workflow
-from modelyard.plugins.torchserve.policy import TorchServePolicy
-from modelyard.plugins.torchserve.store import TORCHSERVE_SUFFIXES, find_as_torchserve
+from modelyard.plugins.torchserve.policy import (
+    TORCHSERVE_SUFFIXES,
+    TorchServePolicy,
+    find_as_torchserve,
+)
 from modelyard.serve.control import build, preload, sizing
 from modelyard.serve.control.model_config import ModelConfig, ModelSpec
 from modelyard.serve.control.register import Lifecycle

@@ -36,7 +36,10 @@ def describe_workflow(file: Path) -> tuple[str, str]:
     except (ArchiveError, ValueError) as error:
         raise UnreadableWorkflow(str(error)) from error
     levels, models = _read_spec(spec)
-    steps = [" and ".join(_named(node, models) for node in level) for level in levels]
+    steps = [
+        " and ".join(f"{node} ({models.get(node, 'a function')})" for node in level)
+        for level in levels
+    ]
     served = " ".join(f"--models {node}={models[node]}" for level in levels for node in level
                       if node in models)  # fmt: skip
     functions = [node for level in levels for node in level if node not in models]
@@ -69,10 +72,6 @@ def _read_spec(spec: Any) -> tuple[list[list[str]], dict[str, str]]:
         levels.append(ready)
         sorter.done(*ready)
     return levels, urls
-
-
-def _named(node: str, models: dict[str, str]) -> str:
-    return f"{node} ({models.get(node, 'a function')})"
 
 
 def _advise(

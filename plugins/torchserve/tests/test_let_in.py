@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from modelyard.plugins.grpc import health, oip
-from modelyard.plugins.torchserve import grpc_inference, grpc_management
+from modelyard.plugins.torchserve import grpc_face
 from modelyard.plugins.torchserve.app import create_server
 from modelyard.plugins.torchserve.settings import TorchServeSettings
 from modelyard.serve.settings import Address
@@ -53,11 +53,11 @@ ROUTES = {
 CHANGES = [f"/v2/repository/models/nobody/{verb}" for verb in ("load", "unload")]
 """Paths of the inference API that take the management key."""
 INFERENCE_CALLS = [
-    *(f"/{grpc_inference.SERVICE}/{name}" for name in ("Ping", "Predictions")),
+    *(f"/{grpc_face.INFERENCE_SERVICE}/{name}" for name in ("Ping", "Predictions")),
     *oip.INFERS[:1], f"/{oip.SERVICE}/ModelMetadata", "/a.B/C",
 ]  # fmt: skip
 MANAGEMENT_CALLS = [
-    f"/{grpc_management.SERVICE}/{name}"
+    f"/{grpc_face.MANAGEMENT_SERVICE}/{name}"
     for name in ("DescribeModel", "ListModels", "RegisterModel", "ScaleWorker", "SetDefault",
                  "UnregisterModel")
 ]  # fmt: skip

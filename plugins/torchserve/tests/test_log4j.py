@@ -12,9 +12,7 @@ import pytest
 
 from modelyard.plugins.torchserve.layout import DateFormat, Layout, Said
 from modelyard.plugins.torchserve.log4j import find_log_config, read_log_config
-from modelyard.plugins.torchserve.log_config import LogConfig, Rolling
-from modelyard.plugins.torchserve.log_files import FileSink
-from modelyard.plugins.torchserve.logs import Logs
+from modelyard.plugins.torchserve.logs import FileSink, LogConfig, Logs, Rolling
 from modelyard.serve.errors import StartError
 
 NOON = 1_795_348_800.0

@@ -15,9 +15,15 @@ from pathlib import Path
 import pytest
 
 from modelyard.plugins.torchserve import logs
-from modelyard.plugins.torchserve.log_config import FILES_KEPT, Rolling, default_config
-from modelyard.plugins.torchserve.log_files import FileSink
-from modelyard.plugins.torchserve.logs import Logs, WorkerOutput, access_line
+from modelyard.plugins.torchserve.logs import (
+    FILES_KEPT,
+    FileSink,
+    Logs,
+    Rolling,
+    WorkerOutput,
+    access_line,
+    default_config,
+)
 from modelyard.serve.http.connection import LEFT, Answered
 
 LOGGERS = ("ACCESS_LOG", "MODEL_LOG", "MODEL_METRICS", "TS_METRICS", "modelyard")

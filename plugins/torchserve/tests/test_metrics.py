@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from modelyard.plugins.torchserve.log_config import default_config
-from modelyard.plugins.torchserve.logs import Logs
+from modelyard.plugins.torchserve.logs import Logs, default_config
 from modelyard.plugins.torchserve.metrics import DEFAULT_CONFIG, TorchServeMetrics, read_config
 from modelyard.plugins.torchserve.policy import TorchServeWorkers
 from modelyard.plugins.torchserve.settings import TorchServeSettings

@@ -12,8 +12,8 @@ import pytest
 
 from modelyard.archiver import open_archive
 from modelyard.archiver.model_config import OPERATORS_KEYS, OTHERS_KEYS, SERVERS_KEYS
-from modelyard.plugins.torchserve import model_config
-from modelyard.plugins.torchserve.model_config import load_torchserve_config
+from modelyard.plugins.torchserve import policy
+from modelyard.plugins.torchserve.policy import load_torchserve_config
 from modelyard.plugins.torchserve.settings import TorchServeSettings
 from modelyard.serve.control.model_config import ModelConfig, ModelSpec, Options
 from modelyard.serve.errors import BadModelConfig
@@ -177,7 +177,7 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, yaml: str) -> 
 
 
 def test_every_key_that_is_read_is_known() -> None:
-    read = keys_read(model_config)
+    read = keys_read(policy)
     assert len(read) > 12
     assert read <= {*SERVERS_KEYS, *OPERATORS_KEYS, *OTHERS_KEYS}
     assert {*OTHERS_KEYS} - read <= {"sequenceBatching", "continuousBatching",

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from modelyard.archiver.errors import BadName
-from modelyard.plugins.torchserve.store import (
+from modelyard.plugins.torchserve.policy import (
     check_torchserve_name,
     find_as_torchserve,
     name_of_file,

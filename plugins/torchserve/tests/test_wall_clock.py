@@ -4,8 +4,7 @@ from tests.serve.test_kills import REPO, wall_clock_users
 
 WALL_CLOCK = {
     "plugins/torchserve/layout.py": "the time and the day in a line",
-    "plugins/torchserve/log_files.py": "the day in the name of a file that is put aside",
-    "plugins/torchserve/logs.py": "the time of a record",
+    "plugins/torchserve/logs.py": "the time of a record, the day in the name of a file",
     "plugins/torchserve/policy.py": "when a worker began to be started again, as a line says it",
     "plugins/torchserve/snapshot.py": "the name of a file",
     "plugins/torchserve/tokens.py": "tokens expire by the calendar",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -15,9 +14,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from modelyard.plugins.cluster.process import ChildServer
 from modelyard.plugins.cluster.ray.beats import MOST_MISSED, Beats, watch
 from modelyard.plugins.cluster.ray.folders import CellFolder
-from modelyard.plugins.cluster.ray.process import CellServer
 from modelyard.serve.control.model_config import ModelSpec
 from modelyard.serve.control.saved import write_specs
 from modelyard.serve.control.state import StateDir
@@ -28,12 +27,12 @@ from tests.serve.live import build_archive, environment, is_alive, poll
 REPLICA = """
 import asyncio, json, sys
 from modelyard.plugins.cluster.ray.beats import Beats
-from modelyard.plugins.cluster.ray.process import CellServer
+from modelyard.plugins.cluster.process import ChildServer
 from modelyard.serve.settings import Settings
 async def main():
     settings = Settings(**json.loads(sys.argv[2]))
-    server = CellServer(sys.argv[1], settings, None, Beats().pipe, print)
-    print(json.dumps(await asyncio.wrap_future(server.started)), flush=True)
+    server, pipe = ChildServer("it", "no more"), Beats().pipe
+    print(json.dumps(await server.launch(settings, version=sys.argv[1], beats=pipe)), flush=True)
     await asyncio.sleep(60)
 asyncio.run(main())
 """
@@ -124,8 +123,7 @@ def test_a_server_of_another_version_or_without_an_interpreter_does_not_start(
 def start_here(
     settings: Settings, version: str = version("modelyard"), python: Path | None = None
 ) -> None:
-    with Path(os.devnull).open("rb") as none:
-        CellServer(version, settings, python, none.fileno(), print).started.result(60)
+    asyncio.run(ChildServer("it", "no more").launch(settings, version=version, python=python))
 
 
 def test_a_folder_is_a_cells_own_until_it_ends_however_it_ends(tmp_path: Path) -> None:

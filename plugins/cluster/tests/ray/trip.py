@@ -66,7 +66,7 @@ def servers() -> set[int]:
     found = set()
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
-            if b"modelyard.plugins.cluster.ray.child" in entry.read_bytes():
+            if b"modelyard.plugins.cluster.process" in entry.read_bytes():
                 found.add(int(entry.parent.name))
     return found
 

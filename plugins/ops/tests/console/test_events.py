@@ -17,13 +17,15 @@ from typing import Any, ClassVar, cast
 
 import pytest
 
-from modelyard.plugins.ops.console import alerts as sending
-from modelyard.plugins.ops.console.alerts import MOST_WAITING, SIGNATURE, Alerts
+from modelyard.plugins.ops.console import events as sending
 from modelyard.plugins.ops.console.events import (
     LEAST_BURST,
     MOST_EVENTS,
     MOST_TEXT,
+    MOST_WAITING,
+    SIGNATURE,
     STORM,
+    Alerts,
     Events,
     marks,
 )

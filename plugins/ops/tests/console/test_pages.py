@@ -12,8 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from modelyard.plugins.ops.console.answers import OF_OURS, Column, difference
-from modelyard.plugins.ops.console.ask import Answered
+from modelyard.plugins.ops.console.answers import OF_OURS, Answered, Column, difference
 from modelyard.plugins.ops.console.render import Renderer
 from modelyard.plugins.ops.console.rollout import address_of, describe
 from modelyard.plugins.ops.rollout.rule import parse_rule
@@ -227,9 +226,7 @@ class Session:
 def shown(**changes: Any) -> str:
     """Return the part of the page that shows a roll-out."""
     values = {**describe({**STATUS, **changes}), "root": "..", "place": "/m", "session": Session()}
-    _, _, body = Renderer().part("live_rollout.html", values)
-    assert isinstance(body, bytes)
-    return body.decode()
+    return Renderer().text("live_rollout.html", values)
 
 
 def test_a_roll_out_is_where_its_state_and_share_say() -> None:

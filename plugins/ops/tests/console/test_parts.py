@@ -24,15 +24,17 @@ from modelyard.plugins.ops.console.readings import (
     percentile,
 )
 from modelyard.plugins.ops.console.render import Renderer, duration, rate, size
-from modelyard.plugins.ops.console.sessions import (
+from modelyard.plugins.ops.console.visit import (
     AGE_S,
     FAILURES_S,
     MOST_ADDRESSES,
     MOST_FAILURES,
     MOST_SESSIONS,
+    Page,
     Sessions,
+    Visit,
+    read_form,
 )
-from modelyard.plugins.ops.console.visit import Page, Visit, read_form
 from modelyard.serve.dataplane.metrics import SECONDS, Metrics, VersionMetrics
 from modelyard.serve.errors import BadRequest, Forbidden, TooManyAttempts, Unauthorized
 from modelyard.serve.http.tokens import make_grant
@@ -169,7 +171,11 @@ def test_a_form_with_files_is_read() -> None:
         for each in range(100)
     )
     with pytest.raises(BadRequest, match="more than 100 fields"):
-        read_form(many, b"multipart/form-data; boundary=b")
+        read_form(many[:-2] + b"--\r\n", b"multipart/form-data; boundary=b")
+    with pytest.raises(BadRequest, match="more than 1000 characters"):
+        read_form(body.replace(b"<i>", b";" * 1000), b"multipart/form-data; boundary=b")
+    named = read_form(body.replace(b"<i>", "π".encode()), b"Multipart/form-data; boundary=b")[1]
+    assert named["input"].name == "π.png"
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import pytest
 
-from modelyard.plugins.ops.rollout.answers import Comparison, Verdict
+from modelyard.plugins.ops.rollout.comparer import Comparison, Verdict
 from modelyard.plugins.ops.rollout.rule import Judge, Outcome, Tally, parse_rule
 
 LOOK_EVERY = 10

@@ -16,16 +16,16 @@ import pytest
 
 from modelyard.base.answers import Scales
 from modelyard.handlers.tensors import TensorRequest, Wanted, write_answer
-from modelyard.plugins.ops.rollout import answers
 from modelyard.plugins.ops.rollout import compare as module
-from modelyard.plugins.ops.rollout.answers import (
+from modelyard.plugins.ops.rollout import comparer
+from modelyard.plugins.ops.rollout.compare import compare
+from modelyard.plugins.ops.rollout.comparer import (
     Answer,
     Comparison,
     NotCompared,
     Tolerance,
     Verdict,
 )
-from modelyard.plugins.ops.rollout.compare import compare
 
 JSON = {"content-type": "application/json"}
 TOLERANCE = Tolerance(1e-4)
@@ -374,9 +374,9 @@ def test_a_certificate_says_how_far_answers_may_be_apart(
 ) -> None:
     artifact = digits_artifacts["onnx"]
     manifest = {"modelyard": {"report": f"{artifact.name}.report.json"}}
-    assert answers.read_tolerance(artifact.parent, manifest) == Tolerance(1e-4)
-    assert answers.read_tolerance(artifact.parent, None) == Tolerance()
-    both = answers.both(Tolerance(1e-4), Tolerance(1e-3, is_quantized=True), "m 1.0")
+    assert comparer.read_tolerance(artifact.parent, manifest) == Tolerance(1e-4)
+    assert comparer.read_tolerance(artifact.parent, None) == Tolerance()
+    both = comparer.both(Tolerance(1e-4), Tolerance(1e-3, is_quantized=True), "m 1.0")
     assert both.is_quantized
     assert both.scaled == pytest.approx(1.1e-3, rel=1e-2)
 

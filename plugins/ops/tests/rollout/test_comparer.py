@@ -15,13 +15,13 @@ import psutil
 import pytest
 
 from modelyard.plugins.ops.rollout import comparer as module
-from modelyard.plugins.ops.rollout.answers import (
+from modelyard.plugins.ops.rollout.comparer import (
+    Comparer,
     Comparison,
     NotCompared,
     Tolerance,
     Verdict,
 )
-from modelyard.plugins.ops.rollout.comparer import Comparer
 from modelyard.serve.dataplane.call import Reply
 
 JSON = b"content-type\0application/json"

@@ -21,8 +21,8 @@ from benchmarks.judge import (
     Truth,
     simulate,
 )
-from modelyard.plugins.ops.rollout.answers import Verdict
 from modelyard.plugins.ops.rollout.blocks import Blocks, _Level
+from modelyard.plugins.ops.rollout.comparer import Verdict
 from modelyard.plugins.ops.rollout.rule import Judge, Outcome, Rule, Side, Tally
 
 PAGE = Path(__file__).parents[4] / "docs/rollout.md"

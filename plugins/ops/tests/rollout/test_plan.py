@@ -55,12 +55,12 @@ def test_a_plan_that_makes_no_sense_is_refused(option: str, text: str) -> None:
 
 def test_a_request_is_on_the_same_side_always_and_sides_are_as_large_as_said() -> None:
     live, candidate = cast("Any", "live"), cast("Any", "candidate")
-    split = Canary(live, candidate, "salt", 0.1, "x-user")
+    split = Canary(live, candidate, "salt", 0.1, b"x-user")
     chosen = [split.choose(id, []) for id in IDS]
     assert chosen == [split.choose(id, []) for id in IDS]
     assert chosen.count(candidate) == pytest.approx(400, rel=0.15)
     first = {id for id, side in zip(IDS, chosen, strict=True) if side == candidate}
-    split = Canary(live, candidate, "salt", 0.5, "x-user")
+    split = Canary(live, candidate, "salt", 0.5, b"x-user")
     assert first <= {id for id in IDS if split.choose(id, []) == candidate}
     of_a_user = {split.choose(id, [(b"x-user", b"ann")]) for id in IDS}
     assert len(of_a_user) == 1

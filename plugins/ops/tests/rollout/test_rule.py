@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from modelyard.plugins.ops.rollout.answers import Comparison, Verdict
 from modelyard.plugins.ops.rollout.blocks import SHORTEST
+from modelyard.plugins.ops.rollout.comparer import Comparison, Verdict
 from modelyard.plugins.ops.rollout.rule import (
     Beside,
     Judge,

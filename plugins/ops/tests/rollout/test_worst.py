@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from modelyard.plugins.ops.rollout.answers import Comparison, Verdict
+from modelyard.plugins.ops.rollout.comparer import Comparison, Verdict
 from modelyard.plugins.ops.rollout.trial import MOST_ANSWER_BYTES, MOST_INPUT_BYTES, Worst, shown
 from modelyard.serve.dataplane.call import Reply
 

@@ -20,8 +20,8 @@ import pytest
 
 from modelyard.base.answers import Scales
 from modelyard.handlers.tensors import TensorRequest, write_answer
-from modelyard.plugins.ops.rollout.answers import Answer, NotCompared, Tolerance
 from modelyard.plugins.ops.rollout.compare import compare
+from modelyard.plugins.ops.rollout.comparer import Answer, NotCompared, Tolerance
 from tests.adversary.answers import MODELS, Draw, harmless, leaves, put, wrongs
 from tests.adversary.gallery import Row, judge
 
