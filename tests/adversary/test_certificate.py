@@ -182,6 +182,7 @@ def tried(files: Files, folder: Path, part: int) -> list[Row]:
     ]
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_some_altered_certificates_are_seen(digits: Files, tmp_path: Path) -> None:
     judge(tried(digits, tmp_path, 0))

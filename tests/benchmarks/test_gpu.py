@@ -15,6 +15,7 @@ from benchmarks.gpu import Rate, batches_per_s, find_device, table
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
 def test_it_refuses_in_one_line_where_there_is_no_device(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.gpu", "-o", str(tmp_path)]
@@ -58,6 +59,7 @@ def test_the_script_for_a_device_runs_on_the_cpu_and_writes_nothing() -> None:
     assert (ROOT / "docs" / "seen-on.md").read_text() == page
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
 def test_nothing_is_recorded_without_a_device() -> None:
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "--record", "tests/serve/test_gpu.py"]

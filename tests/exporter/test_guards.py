@@ -117,7 +117,10 @@ def test_a_guard_of_two_sizes_is_evaluated_at_all_of_them(tmp_path: Path) -> Non
         )
 
 
-@pytest.mark.parametrize("step", RIGHT)
+@pytest.mark.parametrize(
+    "step",
+    [pytest.param(step, marks=[pytest.mark.nightly] * (at % 2)) for at, step in enumerate(RIGHT)],
+)
 def test_a_guard_that_chooses_nothing_is_no_obstacle(step: str, tmp_path: Path) -> None:
     exported(step, tmp_path)
     assert (tmp_path / "net.pt2").exists()

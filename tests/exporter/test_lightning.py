@@ -140,7 +140,7 @@ TWENTY = [
     Row("Recurrent"),
     Row("LossWithWeights"),
 ]  # fmt: skip
-BY_DAY = ("Metrics", "TorchsOwnNames", "TrainerInProperty")
+BY_DAY = ("Metrics", "TorchsOwnNames")
 
 
 @pytest.fixture(autouse=True)

@@ -207,6 +207,7 @@ def test_float64_is_proven_as_float64(author: Author, tmp_path: Path) -> None:
     assert torch.allclose(torch.as_tensor(found), net(x), rtol=0, atol=1e-14)
 
 
+@pytest.mark.nightly
 def test_float64_of_float32_is_proven_as_that(author: Author, tmp_path: Path) -> None:
     checkpoint, model = author(THROUGH_FLOAT)
     inputs = ["x:float64[batch=1..8,4]"]
@@ -417,11 +418,12 @@ class Net(nn.Module):
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("max_loss", "quantize"),
     [
         pytest.param(0.05, "int8-dynamic", id="within"),
-        pytest.param(0.0, None, id="never", marks=pytest.mark.nightly),
+        pytest.param(0.0, None, id="never"),
     ],
 )
 def test_the_smallest_within_the_loss_is_chosen_and_float32_else(

@@ -197,7 +197,9 @@ def test_an_archive_with_a_module_that_is_imported_already_gets_its_own(
     server.logs("the archive has modules named timeit")
 
 
-@pytest.mark.parametrize("off", ["by its setting", "by threads"])
+@pytest.mark.parametrize(
+    "off", ["by its setting", pytest.param("by threads", marks=pytest.mark.nightly)]
+)
 def test_where_nothing_can_be_forked_workers_are_started_afresh(
     server: LiveServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, off: str
 ) -> None:

@@ -204,6 +204,8 @@ def test_a_prediction_passes_through_few_files_and_calls(tmp_path: Path) -> None
                     sys.setprofile(note)
                 writer.write(request)
                 assert (await reader.readuntil(b"fine: hello")).startswith(b"HTTP/1.1 200 ")
+                if seen and len(seen[-1]) <= MOST_CALLS:
+                    break
             sys.setprofile(None)
             writer.close()
 

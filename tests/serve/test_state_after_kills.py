@@ -161,8 +161,7 @@ def draw(
 @pytest.mark.parametrize(
     "changes",
     [
-        40,
-        pytest.param(100, marks=pytest.mark.nightly),
+        100,
         pytest.param(250, marks=pytest.mark.nightly),
         pytest.param(1000, marks=[pytest.mark.nightly, pytest.mark.timeout(900)]),
     ],

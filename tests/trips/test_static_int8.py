@@ -65,6 +65,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensor, Te
         return report.artifact, images, net.eval()(images)
 
 
+@pytest.mark.nightly
 def test_the_report_says_what_it_was_calibrated_with_and_proven_on(
     exported: tuple[Path, Tensor, Tensor],
 ) -> None:
@@ -87,6 +88,7 @@ def test_the_report_says_what_it_was_calibrated_with_and_proven_on(
     assert str(read_signature(artifact).inputs[0]) == "image:float32[batch=1..8,1,6,6]"
 
 
+@pytest.mark.nightly
 def test_weights_and_activations_are_of_eight_bits(exported: tuple[Path, Tensor, Tensor]) -> None:
     model = onnx.load(exported[0])
     by_name = {each.name: each for each in model.graph.initializer}

@@ -103,7 +103,7 @@ class Canary:
     live: ModelVersion
     candidate: ModelVersion
     salt: str
-    """Of the roll-out: who is among the first in one is not among the first in the next."""
+    """Salt of the roll-out: who is among the first in one is not among the first in the next."""
     share: float
     header: bytes = b""
     """Header whose value decides, in lower case; the request's id does where it is absent, or where

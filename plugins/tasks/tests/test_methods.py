@@ -91,7 +91,7 @@ def test_a_feature_that_is_as_in_one_of_the_baselines_plays() -> None:
     assert found.tolist() == pytest.approx([1.0, 0.0, 1.0])
 
 
-@pytest.mark.parametrize("n_samples", [200, 500])
+@pytest.mark.parametrize("n_samples", [200, pytest.param(500, marks=pytest.mark.nightly)])
 def test_fewer_sets_of_several_baselines_are_within_their_standard_error(n_samples: int) -> None:
     starts = drawn_set(0, 10)
     truth = run(ask(of_ten, [1.0] * 10, starts), "kernel_shap").attributions[0][0]

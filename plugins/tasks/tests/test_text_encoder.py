@@ -108,7 +108,9 @@ def answers(handler: TextEncoder, context: Context, texts: Sequence[str]) -> tor
     return torch.tensor(handler.handle([{"body": text} for text in texts], context))
 
 
-@pytest.mark.parametrize("artifact", ["tokens.pt2", "tokens.onnx"])
+@pytest.mark.parametrize(
+    "artifact", [pytest.param("tokens.pt2", marks=pytest.mark.nightly), "tokens.onnx"]
+)
 def test_a_text_is_the_mean_of_its_own_tokens_whatever_company_it_has(
     initialized: Initialized, bert: BertModel, artifact: str
 ) -> None:

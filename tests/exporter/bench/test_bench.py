@@ -283,6 +283,7 @@ def test_other_dims_can_be_given_a_size() -> None:
         fix_sizes(signature, {"depth": 3})
 
 
+@pytest.mark.nightly
 def test_a_file_that_is_no_artifact_is_refused_before_anything_runs(folder: Path) -> None:
     with pytest.raises(UsageError, match=r"net\.pt is a checkpoint, not an artifact"):
         choose_subjects([folder / "net.pt"], None, None, {})
@@ -292,6 +293,7 @@ def test_a_file_that_is_no_artifact_is_refused_before_anything_runs(folder: Path
         choose_subjects([folder / "net.onnx"] * 2, None, None, {})
 
 
+@pytest.mark.nightly
 def test_an_artifact_without_a_report_needs_its_inputs(folder: Path, tmp_path: Path) -> None:
     alone = tmp_path / "alone.onnx"
     alone.write_bytes((folder / "net.onnx").read_bytes())

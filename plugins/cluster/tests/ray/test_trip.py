@@ -27,7 +27,8 @@ def can_be_alone() -> bool:
 
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not RAY.exists(), reason="`scripts/peers ray` has not been run")
-def test_cells_lose_no_request_when_a_server_dies_or_the_archive_changes() -> None:
+@pytest.mark.parametrize("events", ["kill", pytest.param("kill update", marks=pytest.mark.nightly)])
+def test_cells_lose_no_request_when_a_server_dies_or_the_archive_changes(events: str) -> None:
     if not can_be_alone():
         pytest.skip("no network namespace of one's own here")
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # Ray's sockets have long names
@@ -39,7 +40,7 @@ def test_cells_lose_no_request_when_a_server_dies_or_the_archive_changes() -> No
         trip = f"ip link set lo up && exec {RAY} {Path(__file__).with_name('trip.py')}"
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("MODELYARD_", "RAY_"))}
         ran = subprocess.run(
-            [*ALONE, "sh", "-c", f"{trip} {store}"],
+            [*ALONE, "sh", "-c", f"{trip} {store} {events}"],
             cwd=folder,
             env={
                 **kept,

@@ -68,6 +68,7 @@ def test_the_pages_lead_to_the_cause_of_an_incident(server: LiveServer, name: st
     assert marks is not None and incident.event in html.unescape(marks[1])
 
 
+@pytest.mark.nightly
 def test_a_server_that_was_killed_says_so_once_it_is_back(store: Path, tmp_path: Path) -> None:
     options = ["--workers=1", "--models=killed"]
     server = start_server(tmp_path / "state", store, *options)

@@ -266,6 +266,7 @@ def test_what_must_not_be_promoted_is_not() -> None:
     assert misses == []
 
 
+@pytest.mark.nightly
 def test_what_is_as_good_is_promoted() -> None:
     alarms = _count(PROMOTED, lambda verdict: verdict is Outcome.PASS)
     sys.stdout.write(f"{len(alarms)} false alarms: {alarms}\n")

@@ -117,7 +117,7 @@ def column(tallies: Tallies, at: int) -> Tally:
         (FAILURES, Truth(fails=0.002), 2500),
         (TIMES, Truth(slower=1.25, sigma=0.2), 1500),
         (TIMES, Truth(), 3000),
-        (TIMES, Truth(slow="either", shadow=500), 4000),
+        pytest.param(TIMES, Truth(slow="either", shadow=500), 4000, marks=pytest.mark.nightly),
         (TIMES, Truth(slower=3, after=1500), 3000),
     ],
 )
