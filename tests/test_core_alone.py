@@ -12,11 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-TRIP = (
-    "tests/archiver/test_write.py",
-    "tests/trips/test_determined.py::test_a_folder_of_the_platform_is_served[state-dict.pth]",
-    "tests/serve/test_server.py::test_start_status_second_start_token_and_stop",
-)
+TRIP = "tests/trips/test_determined.py::test_a_folder_of_the_platform_is_served[state-dict.pth]"
 """What is run by day: an export, an archive, a served answer."""
 WHOLE = ("test_docs.py", "test_image.py", "test_notebooks.py", "deploy/test_monitoring.py")
 """What is about the checkout as a whole: pages, notebooks and dashboards name what plug-ins add,
@@ -69,7 +65,7 @@ def test_no_plug_in_is_there(alone: Path) -> None:
 
 @pytest.mark.timeout(600)
 def test_cores_trip_passes_without_plug_ins(alone: Path) -> None:
-    check(alone, *TRIP)
+    check(alone, TRIP)
 
 
 @pytest.mark.nightly

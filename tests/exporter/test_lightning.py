@@ -140,7 +140,7 @@ TWENTY = [
     Row("Recurrent"),
     Row("LossWithWeights"),
 ]  # fmt: skip
-BY_DAY = ("Metrics", "TorchsOwnNames")
+BY_DAY = ("Metrics",)
 
 
 @pytest.fixture(autouse=True)

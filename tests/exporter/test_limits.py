@@ -206,6 +206,7 @@ class Missing(nn.Module):
         return max_pool1d(x[:, None], 2), attended.mean((1, 2)), x.argmax(1)
 
 
+@pytest.mark.nightly
 def test_the_onnx_of_a_network_states_what_another_library_does_otherwise(tmp_path: Path) -> None:
     torch.save(Missing(), tmp_path / "net.pth")
     (report,) = export(

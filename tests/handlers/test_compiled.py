@@ -46,6 +46,7 @@ def test_another_form_of_the_setting_is_refused(section: Any) -> None:
         compile_options({"pt2": section})
 
 
+@pytest.mark.nightly
 def test_a_compiled_program_answers_as_the_artifact_and_cannot_be_explained(
     artifact: Artifact,
 ) -> None:

@@ -154,6 +154,7 @@ def check_commands(state: Path, folder: Path) -> None:
     assert not (folder / "no.json").exists()
 
 
+@pytest.mark.nightly
 def test_a_start_says_that_entries_are_missing_and_it_is_not_forgotten(tmp_path: Path) -> None:
     store, state = tmp_path / "store", tmp_path / "state"
     for version in ("2.0", "3.0"):

@@ -79,7 +79,8 @@ def reports(gpt2: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ex
     return {report.format: report for report in found}
 
 
-@pytest.mark.parametrize("format", [pytest.param("pt2", marks=pytest.mark.nightly), "onnx"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("format", ["pt2", "onnx"])
 def test_prompts_and_steps_write_what_the_checkpoint_writes(
     format: str, reports: dict[str, ExportReport], gpt2: Any
 ) -> None:
@@ -89,6 +90,7 @@ def test_prompts_and_steps_write_what_the_checkpoint_writes(
     assert written(decoder, 20) == [greedy(gpt2, prompt, 20) for prompt in PROMPTS]
 
 
+@pytest.mark.nightly
 def test_a_call_copies_the_cache_once(reports: dict[str, ExportReport]) -> None:
     module = open_artifact(reports["pt2"].artifact, "pt2").module
     assert isinstance(module, torch.fx.GraphModule)
@@ -96,6 +98,7 @@ def test_a_call_copies_the_cache_once(reports: dict[str, ExportReport]) -> None:
     assert len(joined) == 2 * 2 + 1  # keys and values of two layers, and the mask
 
 
+@pytest.mark.nightly
 def test_rows_join_and_leave_between_steps(reports: dict[str, ExportReport], gpt2: Any) -> None:
     report = reports["pt2"]
     decoder = Decoder(open_artifact(report.artifact, "pt2"), report.signature.inputs)
@@ -115,6 +118,7 @@ def test_rows_join_and_leave_between_steps(reports: dict[str, ExportReport], gpt
     assert texts == [greedy(gpt2, first, 7), greedy(gpt2, second, 6)]
 
 
+@pytest.mark.nightly
 def test_the_report_proves_the_cache_and_says_what_ends_a_text(
     reports: dict[str, ExportReport],
 ) -> None:

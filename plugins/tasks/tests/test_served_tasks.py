@@ -147,6 +147,7 @@ def as_json(tasks: Tasks, name: str, body: Any) -> Any:
     return ask(tasks, name, json.dumps(body), headers={"content-type": "application/json"})
 
 
+@pytest.mark.nightly
 def test_a_gap_in_a_text_is_filled(tasks: Tasks) -> None:
     gaps = ask(tasks, "gaps", "in [MASK] we met Anna", headers={"content-type": "text/plain"})
     assert [each["score"] for each in gaps] == sorted(

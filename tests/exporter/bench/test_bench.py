@@ -319,6 +319,7 @@ def test_the_command_prints_json_and_writes_the_page(folder: Path, tmp_path: Pat
     assert page.exists()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
