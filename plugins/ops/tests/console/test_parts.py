@@ -271,6 +271,8 @@ def test_an_hour_is_remembered_whether_or_not_somebody_looks_and_no_more() -> No
     for second in range(3 * (WINDOW + POINTS * RECENT) // 2):
         served.predict.answered(200, 0.004)
         deque(watch._read(second, second), 0)
+        if second == RECENT:  # of what is to come there are no points
+            assert len(watch._histories[key].points(is_hour=True)) == RECENT + 1
     history = watch._histories[key]
     assert len(history.points()) == WINDOW and len(history.points(most=3)) == 3
     hour = [row[0] or 0.0 for row in history.points(is_hour=True)]
