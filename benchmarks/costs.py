@@ -43,7 +43,7 @@ class Run(NamedTuple):
     rate: float
     p50_ms: float
     cpu_us: float
-    """Of server and worker, per answer."""
+    """Microseconds of server and worker together, per answer."""
 
 
 def main() -> None:

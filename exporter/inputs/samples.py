@@ -119,7 +119,7 @@ def _read(path: Path, signature: Signature, folder: Path | None = None) -> Any:
 
 @contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    """Say of which file a problem is: each parser fails in its own ways on other files."""
+    """Name the file in every problem: each parser fails in its own ways on other files."""
     try:
         if not path.is_file():
             raise Unfit("there is no such file")

@@ -134,6 +134,6 @@ def file_digest(path: Path) -> str:
         WrongUsage: it is a folder.
     """
     if path.is_dir():
-        raise WrongUsage(f"{path} is a folder, which is no subject; write it as one file")
+        raise WrongUsage(f"{path} is a folder, which cannot be a subject; write it as one file")
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,11 +15,30 @@ from modelyard.archiver.values import Limits, parse_values
 from modelyard.handlers.proof.plan import choose_probes
 from modelyard.handlers.proof.probes import make_case
 from modelyard.plugins.recertify.certify import _nearer
-from modelyard.plugins.recertify.further import further_inputs, rounded_otherwise
+from modelyard.plugins.recertify.further import (
+    OF_NUMBERS,
+    OF_PLACES,
+    further_inputs,
+    rounded_otherwise,
+)
 from plugins.recertify.tests.faults import WHEN
 from tests.adversary.gallery import Row, judge
 
 BATCH = Dim("batch", 1, 8)
+ALONE = {
+    "one number": "(x == x.flat[0]).all() and x.flat[0] not in (0, 1, 0.5, -1)",
+    "one number a row": "len(set(x.flat)) == len(x) > 1 and all(len(set(r.flat)) == 1 for r in x)",
+    "one number a channel": "len(set(x[0].flat)) == 3 and all(len(set(c.flat)) == 1 for c in x[0])",
+    "ones": "(x == 1).all()",
+    "halves": "(x == 0.5).all()",
+    "minus ones": "(x == -1).all()",
+    "positive": "(x >= 0).all() and len(set(x.flat)) > 9 and (x != x.round()).all()",
+    "whole numbers": "(x == x.round()).all() and len(set(x.flat)) > 4",
+    "the last row ones": "(x[-1] == 1).all() and (x[0] != 1).any()",
+    "a channel each row": "abs(x).max((2, 3)).astype(bool).sum(1).tolist() == [1] * len(x)"
+    " and len(x) > len(set(abs(x).max((2, 3)).argmax(1).tolist())) > 1",
+}
+"""Kind → what of a batch of three channels holds of no other kind."""
 
 
 def made(spec: TensorSpec) -> list[Tensor]:
@@ -44,6 +64,16 @@ def test_each_condition_is_met_by_one_of_them(sizes: tuple[int, ...]) -> None:
     ])  # fmt: skip
     # What the export tries meets few of them.
     assert sum(is_met(text, own) for text in WHEN.values()) < len(WHEN) / 2
+
+
+def test_no_kind_stands_for_another() -> None:
+    """Where one is left out, or makes what another one does, that condition is met by none."""
+    found = [each.numpy() for each in made(TensorSpec("x", "float32", (BATCH, 3, 4, 4)))]
+    for kind, condition in ALONE.items():
+        assert any(eval(condition, {"x": x, "abs": abs, "set": set}) for x in found), kind
+    page = (Path(__file__).parents[3] / "docs" / "recertify.md").read_text(encoding="utf-8")
+    said = f"{len(OF_PLACES) + len(OF_NUMBERS)} kinds,\n{len(OF_PLACES)} where no input is a float"
+    assert said in page
 
 
 @pytest.mark.parametrize(
