@@ -118,10 +118,10 @@ def build(store: Path, version: str, initialize: str = "pass") -> None:
 def processes(words: bytes) -> list[int]:
     """Return the processes whose command line holds these words, oldest first."""
     found = []
-    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+    for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if words in entry.read_bytes() and int(entry.parent.name) != os.getpid():
-                found.append(int(entry.parent.name))
+            if words in (entry / "cmdline").read_bytes() and int(entry.name) != os.getpid():
+                found.append(int(entry.name))
     return sorted(found)
 
 

@@ -138,6 +138,6 @@ def scratch_of(folder: Path) -> Path:
 
 
 def _running_users() -> Iterator[int]:
-    for status in Path("/proc").glob("[0-9]*/status"):
-        with contextlib.suppress(OSError):  # it has ended
-            yield int(status.read_bytes().partition(b"\nUid:")[2].split(None, 1)[0])
+    for process in Path("/proc").glob("[0-9]*"):  # glob itself raises for a file of what ended
+        with contextlib.suppress(OSError):
+            yield int((process / "status").read_bytes().partition(b"\nUid:")[2].split(None, 1)[0])

@@ -54,9 +54,9 @@ def is_gone(file: Path) -> bool:
     Whoever looks for processes finds few of a chain.
     """
     before = file.stat().st_size
-    for arguments in Path("/proc").glob("[0-9]*/cmdline"):
+    for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if bytes(file) in arguments.read_bytes():
+            if bytes(file) in (process / "cmdline").read_bytes():
                 return False
     return file.stat().st_size == before
 
@@ -64,10 +64,10 @@ def is_gone(file: Path) -> bool:
 def zombies(pid: int) -> int:
     """Return how many processes below one have ended and are not reaped."""
     states: dict[int, tuple[int, str]] = {}
-    for file in Path("/proc").glob("[0-9]*/stat"):
+    for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            state, parent, *_ = file.read_text().rpartition(")")[2].split()
-            states[int(file.parent.name)] = int(parent), state
+            state, parent, *_ = (process / "stat").read_text().rpartition(")")[2].split()
+            states[int(process.name)] = int(parent), state
     below = {pid}
     while more := {each for each, (parent, _) in states.items() if parent in below} - below:
         below |= more

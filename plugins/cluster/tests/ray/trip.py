@@ -65,10 +65,10 @@ def is_ready() -> bool:
 def servers() -> set[int]:
     """Return the process ids of the cells' servers."""
     found = set()
-    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+    for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if b"modelyard.plugins.cluster.process" in entry.read_bytes():
-                found.add(int(entry.parent.name))
+            if b"modelyard.plugins.cluster.process" in (entry / "cmdline").read_bytes():
+                found.add(int(entry.name))
     return found
 
 
