@@ -324,7 +324,7 @@ def test_a_client_that_leaves_while_it_sends_harms_nobody(server: LiveServer) ->
 
 
 def test_what_waits_while_a_worker_is_busy_becomes_one_batch(
-    server: LiveServer, tmp_path: Path
+    server: LiveServer, gate: Path, threads: ThreadPoolExecutor
 ) -> None:
     series = {"model": "slow", "kind": "predict"}
 
@@ -333,20 +333,18 @@ def test_what_waits_while_a_worker_is_busy_becomes_one_batch(
 
     before = handed_over()
     bodies = [str(at) for at in range(8)]
-    gate = tmp_path / "gate"
-    with ThreadPoolExecutor(9) as threads:
-        first = threads.submit(server.predict, "slow", str(gate))
-        poll(lambda: handed_over() == before + 1, "the worker is busy")
-        waiting = [threads.submit(server.predict, "slow", body) for body in bodies]
-        poll(lambda: handed_over() == before + 9, "the others wait at the worker")
-        gate.touch()
+    first = threads.submit(server.predict, "slow", str(gate))
+    poll(gate.with_name("gate.began").exists, "the worker is busy")
+    waiting = [threads.submit(server.predict, "slow", body) for body in bodies]
+    poll(lambda: handed_over() == before + 9, "the others wait at the worker")
+    gate.touch()
     assert first.result().json() == {"batch": [str(gate)]}
     for each in waiting:
         assert sorted(each.result().json()["batch"]) == bodies
 
 
 def test_the_worker_tells_how_long_requests_waited_there_and_how_long_the_handler_took(
-    server: LiveServer, tmp_path: Path
+    server: LiveServer, gate: Path, threads: ThreadPoolExecutor
 ) -> None:
     series = {"model": "slow", "kind": "predict"}
 
@@ -361,14 +359,12 @@ def test_the_worker_tells_how_long_requests_waited_there_and_how_long_the_handle
         return server.metric("modelyard_queue_time_seconds_count", **series)
 
     before, count = seconds(), handed_over()
-    gate = tmp_path / "gate"
-    with ThreadPoolExecutor(2) as threads:
-        first = threads.submit(server.predict, "slow", str(gate))
-        poll(lambda: handed_over() == count + 1, "the worker is busy")
-        second = threads.submit(server.predict, "slow", "x")
-        poll(lambda: handed_over() == count + 2, "the other waits at the worker")
-        time.sleep(0.1)
-        gate.touch()
+    first = threads.submit(server.predict, "slow", str(gate))
+    poll(gate.with_name("gate.began").exists, "the worker is busy")
+    second = threads.submit(server.predict, "slow", "x")
+    poll(lambda: handed_over() == count + 2, "the other waits at the worker")
+    time.sleep(0.1)
+    gate.touch()
     assert {first.result().status_code, second.result().status_code} == {200}
     queue, handler = seconds()
     assert handler - before[1] >= 0.1

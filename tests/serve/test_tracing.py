@@ -191,7 +191,7 @@ def test_requests_of_one_batch_link_each_other(
     server: LiveServer, collector: Collector, gate: Path, threads: ThreadPoolExecutor
 ) -> None:
     first = threads.submit(server.predict, "gated", str(gate))
-    poll(lambda: server.handed_over("gated") == 1, "the worker is busy")
+    poll(gate.with_name("gate.began").exists, "the worker is busy")
     ids = [traced(number) for number in (3, 4)]
     both = [threads.submit(server.predict, "gated", "x", headers=sent) for _, sent in ids]
     poll(lambda: server.handed_over("gated") == 3, "both wait at the worker")

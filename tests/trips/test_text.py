@@ -17,7 +17,7 @@ from transformers import BertConfig, BertModel
 
 from examples.minilm.make import train_tokenizer
 from modelyard.archiver import write_archive
-from tests.serve.live import LiveServer, build_archive, poll
+from tests.serve.live import LiveServer, build_archive, make_notes_folder, poll
 from tests.test_docs import free_ports
 
 MINILM = Path(__file__).parents[2] / "examples" / "minilm"
@@ -74,17 +74,15 @@ def test_a_text_gets_the_same_vector_alone_and_in_company(server: LiveServer) ->
     torch.testing.assert_close(torch.tensor(together), torch.tensor(alone), rtol=0, atol=TOLERANCE)
 
 
-def test_requests_that_wait_run_with_those_of_like_length(
-    server: LiveServer, tmp_path: Path
-) -> None:
+def test_requests_that_wait_run_with_those_of_like_length(server: LiveServer) -> None:
     def handed_over() -> float:
         return server.metric("modelyard_queue_time_seconds_count", model="slow", kind="predict")
 
-    gate = tmp_path / "gate"
+    gate = make_notes_folder() / "gate"
     bodies = ["a" * length for length in (10, 300, 12, 310, 11, 900)]
     with ThreadPoolExecutor(8) as threads:
         first = threads.submit(server.predict, "slow", str(gate))
-        poll(lambda: handed_over() == 1, "the worker is busy")
+        poll(gate.with_name("gate.began").exists, "the worker is busy")
         waiting = [threads.submit(server.predict, "slow", body) for body in bodies]
         poll(lambda: handed_over() == 7, "the others wait at the worker")
         gate.touch()

@@ -1,5 +1,9 @@
-"""Is loaded once the file `gate` exists, not while `curse` does; waits for a file that a body names."""
+"""Is loaded once the file `gate` exists, not while `curse` does; waits for a file that a body names.
 
+Meanwhile it leaves a file beside it, where it may: only then is the batch closed.
+"""
+
+import contextlib
 import time
 from pathlib import Path
 
@@ -15,6 +19,9 @@ class Gated:
     def handle(self, data, context):
         bodies = [bytes(row["body"]).decode() for row in data]
         for body in bodies:
+            if body.startswith("/"):
+                with contextlib.suppress(OSError):
+                    Path(f"{body}.began").touch()
             while body.startswith("/") and not Path(body).exists():
                 time.sleep(0.01)
         return [{"body": body} for body in bodies]
