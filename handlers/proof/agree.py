@@ -212,12 +212,16 @@ class OutputScales:
     def see(self, kind: str, outputs: Sequence[Tensor]) -> None:
         """Learn from the outputs of one case."""
         teaches = ("usual",) if kind in USUAL_KINDS else (kind,)
-        for name in (*teaches, "ordinary") if kind in ORDINARY_KINDS else teaches:
+        names = (*teaches, "ordinary") if kind in ORDINARY_KINDS else teaches
+        for name in names:
             learners = self._learners.setdefault(name, [])
             learners += [ScaleLearner() for _ in outputs[len(learners) :]]
-            for learner, output in zip(learners, outputs, strict=True):
-                if learner.fits(numbers := _numbers(output)):
+        for place, output in enumerate(outputs):
+            numbers = _numbers(output)
+            for name in names:
+                if (learner := self._learners[name][place]).fits(numbers):
                     learner.see(numbers)
+            del numbers  # before there are those of the next
 
     def of(self, kind: str = "random") -> list[Scale]:
         """Return the scale of each output in cases of a kind."""
