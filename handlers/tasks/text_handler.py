@@ -98,7 +98,7 @@ class TextHandler(Lists, Classifier):
         self.made_by = section.get("tokenizer", TOKENIZER_FILE)
         self.tokenizer = load_tokenizer(folder / self.made_by)
         self.tokenizer.no_padding()
-        self.tokenizer.enable_truncation(self._max_length(section))
+        self.tokenizer.enable_truncation(self.max_length(section))
         self.pad_id = self._find_pad(section.get("pad"))
         self.kept = torch.tensor(_special_ids(self.tokenizer), dtype=torch.int64)
         if isinstance(self.model, Invariant):
@@ -108,14 +108,15 @@ class TextHandler(Lists, Classifier):
             self.model.learn({length.name: self.fewest} if isinstance(length, Dim) else {})
 
     def mutations(self) -> Iterator[Mutation]:
-        """Yield a shorter text and another case."""
+        """Yield a shorter text, where long ones are cut off, and another case."""
         yield from super().mutations()
         from tokenizers import Tokenizer, normalizers
 
-        length = self.tokenizer.truncation["max_length"]
         shorter, other = (Tokenizer.from_str(self.tokenizer.to_str()) for _ in range(2))
-        shorter.enable_truncation(max(1, length // 2))
-        yield Mutation("truncation", {"tokenizer": shorter}, f"of more than {length // 2} tokens")
+        if cut := self.tokenizer.truncation:  # windows are not cut off
+            most = max(1, cut["max_length"] // 2)
+            shorter.enable_truncation(most)
+            yield Mutation("truncation", {"tokenizer": shorter}, f"of more than {most} tokens")
         was = other.normalizer
         lower = normalizers.Lowercase()
         before = [other.encode(text).ids for text in ("Text", "text")]
@@ -363,7 +364,12 @@ class TextHandler(Lists, Classifier):
             return max(1, length.min), MAX_LENGTH if length.max == UNLIMITED else length.max
         return length, length
 
-    def _max_length(self, section: Mapping[str, Any]) -> int:
+    def max_length(self, section: Mapping[str, Any]) -> int:
+        """Return how many tokens a text has at most, by the artifact or a section that says less.
+
+        Raises:
+            LoadError: the artifact takes no texts of the length that the section says.
+        """
         most = self._lengths()[1]
         length = section.get("max_length", min(most, MAX_LENGTH))
         if not isinstance(length, int) or isinstance(length, bool) or not 1 <= length <= most:

@@ -53,7 +53,7 @@ class TextRows:
     def __init__(self, handler: TextHandler) -> None:
         self._handler = handler
         self._is_encoder = hasattr(handler, "vectors")
-        self._most: int = handler.tokenizer.truncation["max_length"]
+        self._most: int = handler.max_length(handler.section)
         section, name = handler.section, "handler.text.max_batch_tokens"
         self._batch = read_whole(name, section.get(name[13:], MAX_BATCH_TOKENS), self._most)
         cuts, name = section.get("dimensions", []), "handler.text.dimensions"

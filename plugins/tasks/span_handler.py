@@ -184,7 +184,7 @@ class QuestionAnswering(TextHandler):
                 "the artifact takes no attention_mask; question_answering needs one, as windows "
                 "differ in length: export the model with it"
             )
-        self.window_size = self._max_length(self.section)
+        self.window_size = self.max_length(self.section)
         self.tokenizer.no_truncation()
 
     def encode(self, texts: Sequence[tuple[str, ...]]) -> list[Any]:

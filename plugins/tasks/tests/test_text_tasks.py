@@ -21,6 +21,7 @@ from modelyard.handlers import (
     TextHandler,
     TokenClassifier,
 )
+from modelyard.serve.worker.load import _text_entry
 from tests.handlers.folders import Tensors, ask, copied, explain, load, loaded, save_program
 
 SENTENCE = "Anna lives in New York and Dmitri went to San Marino, today!"
@@ -290,6 +291,16 @@ def test_a_long_context_is_read_in_windows(folders: dict[str, Path]) -> None:
     assert context[answer["start"] : answer["end"]] == answer["answer"] != ""
     with pytest.raises(BadInput, match=r"fills \d+ windows; an explanation is of one"):
         explain(handler, {"question": question, "context": context})
+
+
+def test_windows_are_not_cut_off_wherever_a_worker_asks_what_a_text_takes(
+    folders: dict[str, Path],
+) -> None:
+    handler = loaded(QuestionAnswering, folders["answers"])
+    assert "truncation" not in {each.name for each in handler.mutations()}
+    texts = [{"body": b'{"text": ["where?", "Rome"]}'}]
+    with pytest.raises(BadInput, match="no vector or score of a text"):
+        _text_entry(handler)(texts, handler.context)
 
 
 @pytest.mark.parametrize(
