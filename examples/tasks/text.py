@@ -25,7 +25,13 @@ from examples.minilm.make import train_tokenizer
 
 PEOPLE = ("Anna", "Bruno", "Chiara", "Dmitri", "Elif", "Farah")
 PLACES = ("Paris", "Rome", "New York", "Lagos", "Oslo", "San Marino")
-FORMS = ("{} lives in {} .", "{} went to {} today", "in {1} we met {0} !", "does {} like {} ?")
+FORMS = (
+    "{} lives in {}",
+    "{} lives in {} .",
+    "{} went to {} today",
+    "in {1} we met {0} !",
+    "does {} like {} ?",
+)
 RELATIONS = ("entailment", "neutral", "contradiction")
 TAGS = ("O", "B-PER", "I-PER", "B-LOC", "I-LOC")
 STEPS = 120
