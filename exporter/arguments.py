@@ -264,7 +264,7 @@ def _output_name(key: str) -> str:
 
 
 def _refusal(output: Any, own: Mapping[str, str], others: Mapping[str, Any]) -> str:
-    alone = others.get("") or output
+    alone = others.get("", output)
     lines = f"forward() gives {_described(alone)}; expected tensors, in tuples, dicts, dataclasses"
     if not own:
         return f"{lines}: wrap the model in one that gives them"
