@@ -155,6 +155,81 @@ def test_a_tls_handshake_that_does_not_end_is_closed() -> None:
     uvloop.run(scenario())
 
 
+class Counting(Listener):
+    """Counts the connections that it opens."""
+
+    opened = 0
+
+    def _open(self, accepted: socket.socket) -> None:
+        self.opened += 1
+        super()._open(accepted)
+
+
+HEAD = b"POST / HTTP/1.1\r\nhost: localhost\r\n"
+
+
+@pytest.mark.parametrize("is_unix", [False, True])
+@pytest.mark.parametrize(
+    ("sent", "is_refused"),
+    [
+        (b"\x16\x03\x01nonsense\r\n\r\n", True),
+        (HEAD + b"A b: c\r\n\r\n", True),
+        (HEAD + b"Host: another\r\n\r\n", True),
+        (HEAD + b"content-length: 99999999999\r\n\r\n", True),
+        (HEAD + b"content-length: 5\r\n\r\nhel", False),
+        (HEAD + b"content-length: 0\r\n\r\n" + HEAD + b"A b: c\r\n\r\n", False),
+        (HEAD + b"content-le", False),
+    ],
+    ids=["no HTTP", "header", "two hosts", "long", "half a body", "the second is", "half a head"],
+)
+def test_who_floods_is_answered_the_same_without_a_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_unix: bool, sent: bytes, is_refused: bool
+) -> None:
+    """As are its good requests, and other addresses, which are taken."""
+
+    monkeypatch.setattr("modelyard.serve.http.listener.FLOOD", 3)
+    monkeypatch.setattr("modelyard.serve.http.listener.NOTE_S", 60.0)  # a second may be over soon
+
+    async def scenario() -> None:
+        path = tmp_path / "api.sock" if is_unix else None
+        listener = Counting(Digests(), Address("127.0.0.1", 0, path))
+        await listener.start()
+
+        async def ask(*parts: bytes, own: str = "127.0.0.66") -> bytes:
+            """Send the first part while the loop stands still, as it does under a flood."""
+            family = socket.AF_UNIX if is_unix else socket.AF_INET
+            with socket.socket(family, socket.SOCK_STREAM) as client:
+                client.settimeout(20)
+                if not is_unix:
+                    client.bind((own, 0))
+                address = listener.address
+                client.connect(str(path) if is_unix else (address.host, address.port))
+                client.sendall(parts[0])
+                for part in parts[1:]:
+                    await asyncio.sleep(0.05)
+                    client.sendall(part)
+                client.shutdown(socket.SHUT_WR)
+                return await asyncio.to_thread(client.makefile("rb").read)
+
+        whole = HEAD + b"content-length: 5\r\n\r\nhello"
+        digest = sha256(b"hello").hexdigest().encode()
+        wanted = await ask(sent)
+        for _ in range(4):
+            await ask(b"nonsense\r\n\r\n")
+        before = listener.opened
+        assert await ask(sent) == wanted
+        assert (listener.opened == before) == is_refused
+        assert digest in await ask(whole)
+        assert digest in await ask(whole[:20], whole[20:])
+        if not is_unix:
+            opened = listener.opened
+            assert await ask(sent, own="127.0.0.67") == wanted
+            assert listener.opened == opened + 1
+        await listener.stop_accepting()
+
+    uvloop.run(scenario())
+
+
 def test_one_more_than_the_most_connections_closes_the_oldest() -> None:
     async def scenario() -> None:
         listener = Listener(app, Address("127.0.0.1", 0), Settings(max_connections=8))
