@@ -25,6 +25,9 @@ MOST = 100
 ENDS = 6
 """Workers after which a client is refused whatever it asks: those of three requests, each of which
 is tried twice. One may be a damaged file, and two its copies."""
+PER_END = 10
+"""Requests, for each of these workers, from which on a client that ends some is not refused: one
+with many users behind it has more that are harmless, and lost all of them for a few."""
 NETWORK_ENDS = 3 * ENDS
 """The same of an address, whoever its clients say that they are: where nobody asks for tokens
 anybody has one, and who is no proxy may say who sent what."""
@@ -41,7 +44,10 @@ class _Known(NamedTuple):
 class _Ends:
     """Workers that a client's requests ended."""
 
-    times: list[float] = field(default_factory=list)
+    times: list[tuple[float, int]] = field(default_factory=list)
+    """When each was, and what `asked` was."""
+    asked: int = 0
+    """Its requests since the first."""
     until: float = 0.0
     """Until when the client is refused."""
     how: str = ""
@@ -70,9 +76,11 @@ class Poison(dict[bytes, _Known]):
         is_new = before < 2 <= before + strikes
         for who, most in _tell(call.client) if ends else ():
             found = self.clients[who] = self.clients.pop(who, _Ends())
-            found.times = [each for each in found.times if each > now - REFUSED_S] + [now] * ends
+            late = [each for each in found.times if each[0] > now - REFUSED_S]
+            found.times = late + [(now, found.asked)] * ends
             found.how = how
-            if len(found.times) >= most and found.until <= now:
+            is_often = len(found.times) >= most and found.until <= now
+            if is_often and found.asked - found.times[-most][1] < PER_END * most:
                 found.until, is_new = now + REFUSED_S, True
         self._forget(now)
         return is_new
@@ -81,7 +89,10 @@ class Poison(dict[bytes, _Known]):
         """Return why a request is refused; None if it is not. The body is there."""
         self._forget(now := monotonic())
         for who, _ in _tell(call.client) if self.clients else ():
-            if (ends := self.clients.get(who)) and (rest_s := math.ceil(ends.until - now)) > 0:
+            if (ends := self.clients.get(who)) is None:
+                continue
+            ends.asked += 1
+            if (rest_s := math.ceil(ends.until - now)) > 0:
                 return PoisonClient(
                     f"requests of {who[0]} have just ended {len(ends.times)} workers of the model, "
                     f"the last one {ends.how}; all of them are refused for {rest_s} s more, so "
@@ -103,7 +114,7 @@ class Poison(dict[bytes, _Known]):
             del self[next(iter(self))]
         while self.clients:
             who, ends = next(iter(self.clients.items()))
-            if len(self.clients) <= 2 * MOST and ends.times[-1] + REFUSED_S > now:
+            if len(self.clients) <= 2 * MOST and ends.times[-1][0] + REFUSED_S > now:
                 return
             del self.clients[who]
 

@@ -253,6 +253,8 @@ class Case(NamedTuple):
     """Workers that each ended; 0: they were killed, or the server ended them."""
     pause_s: float = 0.0
     """Time from each to the next, and to who asks then."""
+    harmless: tuple[int, ...] = ()
+    """How many harmless requests the same one sends behind the first, and so on."""
 
 
 def many(count: int, **fields: str) -> Iterator[Client]:
@@ -281,6 +283,8 @@ HOSTILE = {
     "ever new tokens": Case(many(9, token="#"), Client(token="another")),
     "forged proxies": Case(many(9, forwarded="1.1.1.#"), Client(forwarded=("2.2.2.2",))),
     "a network of IPv6": Case(many(9, address="2001:db8::#"), Client("2001:db8::ff")),
+    "some harmless between": Case(many(3), ONE, harmless=(29, 29)),
+    "a thousand harmless before": Case(many(4), ONE, harmless=(1000,)),
 }
 HARMLESS = {
     "two requests": Case(many(2), ONE),
@@ -303,6 +307,11 @@ HARMLESS = {
     "killed, as for memory": Case(many(20), ONE, ends=0),
     "of nobody": Case(iter([None] * 20), ONE),
     "a few in each minute": Case(many(9), ONE, pause_s=40),
+    "many users at one address": Case(many(3), ONE, harmless=(30, 30)),
+    "many more": Case(many(20), ONE, harmless=(40,) * 19),
+    "many behind a proxy, a few of whom": Case(
+        many(9, **PROXY, forwarded="1.1.1.#"), Client("10.0.0.9"), harmless=(23,) * 9
+    ),
     "a minute ago": Case(many(3), ONE, pause_s=0.1 + REFUSED_S),
 }
 
@@ -316,6 +325,8 @@ def test_who_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         known = Poison()
         for number, sender in enumerate(case.senders):
             known.strike(call(b"%03d" % number, client=sender), 2, "ended", case.ends)
+            for _ in range(case.harmless[number] if number < len(case.harmless) else 0):
+                assert known.refusal(call(b"harmless", client=sender)) is None
             now += case.pause_s
         outcomes[name] = known.refusal(call(b"another", client=case.then)) is not None
     misses = [name for name in HOSTILE if not outcomes[name]]
