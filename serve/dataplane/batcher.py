@@ -176,10 +176,9 @@ class Batcher:
 
     def put(self, job: Call) -> None:
         """Queue a job that `check` let pass just now, unless it is known to end workers."""
-        if self.engine.poison and self.refuses(job):
-            return
-        self._queue.append(job)
-        self.wake()
+        if not (self.engine.poison and self.refuses(job)):
+            self._queue.append(job)
+            self.wake()
 
     def refuses(self, job: Call) -> bool:
         """Return whether a job, or its client, is known to end workers; it is answered then."""

@@ -183,13 +183,12 @@ class MovableSink(ReplySink, Protocol):
 class Client(Protocol):
     """Who sent a call."""
 
+    headers: list[tuple[bytes, bytes]]
+    """Headers of its request, names in lower case."""
+
     @property
     def client(self) -> tuple[str, int] | None:
         """Its address and port; None of a Unix socket."""
-
-    @property
-    def headers(self) -> Sequence[tuple[bytes, bytes]]:
-        """The headers of its request, names in lower case."""
 
 
 class _Nobody:

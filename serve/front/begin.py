@@ -81,7 +81,6 @@ class Asked(Client, Protocol):
     """A request as its face has it, and what its end is told of it."""
 
     id: str
-    headers: Headers
     served: Served
     trace_id: str
     release: Release | None

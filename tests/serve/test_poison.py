@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -166,23 +166,20 @@ def test_who_sends_ever_new_ones_is_refused_and_nobody_else(
 # -- what is remembered ------------------------------------------------------------------------
 
 
-class Client(NamedTuple):
+class Client:
     """Who sent a request."""
 
-    address: str | None = "10.0.0.1"
-    token: str = ""
-    forwarded: tuple[str, ...] = ()
-    real: str = ""
-
-    @property
-    def client(self) -> tuple[str, int] | None:
-        return (self.address, 1) if self.address else None
-
-    @property
-    def headers(self) -> list[tuple[bytes, bytes]]:
-        token = [(b"authorization", self.token.encode())] if self.token else []
-        real = [(b"x-real-ip", self.real.encode())] if self.real else []
-        return [*token, *real, *((b"x-forwarded-for", each.encode()) for each in self.forwarded)]
+    def __init__(
+        self,
+        address: str = "10.0.0.1",
+        token: str = "",
+        forwarded: Sequence[str] = (),
+        real: str = "",
+    ) -> None:
+        self.client = (address, 1) if address else None
+        named = {"authorization": token, "x-real-ip": real}
+        said = [*named.items(), *(("x-forwarded-for", each) for each in forwarded)]
+        self.headers = [(name.encode(), value.encode()) for name, value in said if value]
 
 
 class Anything:
