@@ -7,14 +7,17 @@ import contextlib
 import ctypes
 import json
 import os
+import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,20 +35,58 @@ atexit.register(shutil.rmtree, NOTES, ignore_errors=True)
 
 
 def modelyard(*arguments: str | Path, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
-    """Run the command line to its end."""
-    return subprocess.run(
-        [sys.executable, "-P", "-m", "modelyard", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        env=environment(),
-    )
+    """Run the command line to its end; it, and a server that it starts, is a fork if it may be."""
+    words = [str(argument) for argument in arguments]
+    if (variables := environment()) == VARIABLES:
+        return run_forked(words, timeout_s)
+    command = [sys.executable, "-P", "-m", "modelyard", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=variables)
 
 
 def environment() -> dict[str, str]:
     """Return this process's environment without what would decide over a server's settings."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("MODELYARD_")}
+    left_out = ("MODELYARD_", "PYTEST_CURRENT_TEST")
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(left_out)}
     return {**kept, "MODELYARD_WRITE_PATHS": str(NOTES), "COLUMNS": "200", "NO_COLOR": "1"}
+
+
+VARIABLES = environment()
+"""What forks have. A command with others is none, for `/proc` shows what a process began with."""
+
+
+@cache
+def forks() -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    """Start the interpreter whose forks run commands (see `forked.py`); it ends with this one."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-P", Path(__file__).with_name("forked.py"), str(theirs.fileno())],
+            env=VARIABLES,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+        )
+    return ours, process
+
+
+def run_forked(words: list[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
+    """Run a command in a fork to its end."""
+    told, tells = os.pipe()
+    new = tempfile.TemporaryFile
+    with new() as stdout, new() as stderr, os.fdopen(told) as end:
+        message = json.dumps([words, str(Path.cwd())]).encode()
+        socket.send_fds(forks()[0], [message], [stdout.fileno(), stderr.fileno(), tells])
+        os.close(tells)
+        pid = int(end.readline())
+        if not select.select([end], [], [], timeout_s)[0]:
+            os.kill(pid, signal.SIGKILL)
+            raise subprocess.TimeoutExpired(words, timeout_s)
+        code = int(end.readline())
+        for file in (stdout, stderr):
+            file.seek(0)
+        return subprocess.CompletedProcess(
+            words, code, stdout.read().decode(), stderr.read().decode()
+        )
 
 
 def make_notes_folder() -> Path:
