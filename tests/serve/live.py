@@ -55,7 +55,7 @@ VARIABLES = environment()
 
 
 @cache
-def forks() -> tuple[socket.socket, subprocess.Popen[bytes]]:
+def forks() -> socket.socket:
     """Start the interpreter whose forks run commands (see `forked.py`); it ends with this one."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
@@ -66,7 +66,13 @@ def forks() -> tuple[socket.socket, subprocess.Popen[bytes]]:
             stdout=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
         )
-    return ours, process
+
+    def end() -> None:
+        ours.close()
+        process.wait()
+
+    atexit.register(end)
+    return ours
 
 
 def run_forked(words: list[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
@@ -75,7 +81,7 @@ def run_forked(words: list[str], timeout_s: float) -> subprocess.CompletedProces
     new = tempfile.TemporaryFile
     with new() as stdout, new() as stderr, os.fdopen(told) as end:
         message = json.dumps([words, str(Path.cwd())]).encode()
-        socket.send_fds(forks()[0], [message], [stdout.fileno(), stderr.fileno(), tells])
+        socket.send_fds(forks(), [message], [stdout.fileno(), stderr.fileno(), tells])
         os.close(tells)
         pid = int(end.readline())
         if not select.select([end], [], [], timeout_s)[0]:
@@ -136,11 +142,12 @@ def build_archive(
 
 
 def poll(condition: Callable[[], Any], what: str, timeout_s: float = 20) -> Any:
-    """Return the condition's value as soon as it is true."""
-    deadline = time.monotonic() + timeout_s
+    """Return the condition's value soon after it is true: often it asks a server, which costs."""
+    deadline, pause_s = time.monotonic() + timeout_s, 0.005
     while not (value := condition()):
         assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
-        time.sleep(0.01)
+        time.sleep(pause_s)
+        pause_s = min(1.3 * pause_s, 0.05)
     return value
 
 
