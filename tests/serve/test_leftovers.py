@@ -15,7 +15,7 @@ import pytest
 
 from modelyard.serve.walls.kernel import children
 from tests.serve import live
-from tests.serve.live import LiveServer, build_archive, descendants, environment, poll, running
+from tests.serve.live import LiveServer, build_archive, descendants, poll, running
 
 WITHIN_S = 2.0
 MOST_ZOMBIES = 100
@@ -33,13 +33,11 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=["users of their own", "the server's user"])
 def server(store: Path, request: pytest.FixtureRequest) -> Iterator[LiveServer]:
-    variables = environment()
-    if request.param == "the server's user":
-        variables["MODELYARD_WORKER_UIDS"] = ""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(live, "environment", lambda: variables)
-        with running(store.parent / request.param.replace(" ", "-"), store) as server:
-            yield server
+    config = store.parent / "modelyard.yaml"
+    config.write_text("worker_uids: ''\n" if request.param == "the server's user" else "{}\n")
+    state = store.parent / request.param.replace(" ", "-")
+    with running(state, store, f"--config={config}") as server:
+        yield server
 
 
 def start_leftovers(server: LiveServer, file: Path, times: int = 1) -> int:
