@@ -153,10 +153,10 @@ def test_a_server_that_drains_is_not_ready_serves_on_and_answers_503_at_the_end(
     store: Path, tmp_path: Path, options: tuple[str, ...]
 ) -> None:
     config = tmp_path / "modelyard.yaml"
-    config.write_text("drain_delay_s: 1\ndrain_timeout_s: 0.5\n", encoding="utf-8")
+    config.write_text("drain_delay_s: 3\ndrain_timeout_s: 0.5\n", encoding="utf-8")
     server = start_server(tmp_path / "state", store, *options, f"--config={config}")
     url = server.about["inference"]
-    assert server.about["drain_timeout_s"] == 1.5
+    assert server.about["drain_timeout_s"] == 3.5
     with hold(server) as client, ThreadPoolExecutor(1) as threads:
         ended = threads.submit(server.stop)
         poll(

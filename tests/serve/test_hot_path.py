@@ -207,7 +207,7 @@ def test_a_prediction_passes_through_few_files_and_calls(tmp_path: Path) -> None
         async with inference(tmp_path) as address:
             reader, writer = await asyncio.open_connection(address.host, address.port)
             request = head("/predictions/picky", 5) + b"hello"
-            for sent in range(220):
+            for sent in range(1020):
                 if sent >= 20:  # all is warm
                     seen.append([])
                     sys.setprofile(note)
