@@ -296,8 +296,9 @@ def test_who_ends_workers_by_one_is_refused_by_both(server: LiveServer) -> None:
             return f"{error.code().name}: {error.details()}"
         return "OK"
 
+    ended = "INTERNAL: the worker that held the request ended by SIGSEGV"
     for number in range(3):
-        assert ask(f"signal 11 {number}") == "INTERNAL: the worker that held the request ended by SIGSEGV"
+        assert ask(f"signal 11 {number}") == ended
     told = "requests of 127.0.0.1 have just ended 6 workers of the model, the last one ended by"
     assert ask("harmless").startswith(f"RESOURCE_EXHAUSTED: {told} SIGSEGV;")
     answer = server.predict("mortal", "harmless")
