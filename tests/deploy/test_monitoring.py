@@ -203,7 +203,7 @@ def test_prometheus_scrapes_a_server_and_answers_every_expression(
     with log.open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, cwd=tmp_path)
     try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}/api/v1") as client:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}/api/v1", verify=False) as client:
 
             def query(expression: str) -> list[Any]:
                 answer = client.get("/query", params={"query": expression})

@@ -7,14 +7,18 @@ import contextlib
 import ctypes
 import json
 import os
+import select
 import shutil
 import signal
+import socket
+import ssl
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,20 +36,64 @@ atexit.register(shutil.rmtree, NOTES, ignore_errors=True)
 
 
 def modelyard(*arguments: str | Path, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
-    """Run the command line to its end."""
-    return subprocess.run(
-        [sys.executable, "-P", "-m", "modelyard", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        env=environment(),
-    )
+    """Run the command line to its end; it, and a server that it starts, is a fork if it may be."""
+    words = [str(argument) for argument in arguments]
+    if (variables := environment()) == VARIABLES:
+        return run_forked(words, timeout_s)
+    command = [sys.executable, "-P", "-m", "modelyard", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=variables)
 
 
 def environment() -> dict[str, str]:
     """Return this process's environment without what would decide over a server's settings."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("MODELYARD_")}
+    left_out = ("MODELYARD_", "PYTEST_CURRENT_TEST")
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(left_out)}
     return {**kept, "MODELYARD_WRITE_PATHS": str(NOTES), "COLUMNS": "200", "NO_COLOR": "1"}
+
+
+VARIABLES = environment()
+"""What forks have. A command with others is none, for `/proc` shows what a process began with."""
+
+
+@cache
+def forks() -> socket.socket:
+    """Start the interpreter whose forks run commands (see `forked.py`); it ends with this one."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-P", Path(__file__).with_name("forked.py"), str(theirs.fileno())],
+            env=VARIABLES,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+        )
+
+    def end() -> None:
+        ours.close()
+        process.wait()
+
+    atexit.register(end)
+    return ours
+
+
+def run_forked(words: list[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
+    """Run a command in a fork to its end."""
+    told, tells = os.pipe()
+    new = tempfile.TemporaryFile
+    with new() as stdout, new() as stderr, os.fdopen(told) as end:
+        message = json.dumps([words, str(Path.cwd())]).encode()
+        socket.send_fds(forks(), [message], [stdout.fileno(), stderr.fileno(), tells])
+        os.close(tells)
+        pid = int(end.readline())
+        if not select.select([end], [], [], timeout_s)[0]:
+            os.kill(pid, signal.SIGKILL)
+            raise subprocess.TimeoutExpired(words, timeout_s)
+        code = int(end.readline())
+        for file in (stdout, stderr):
+            file.seek(0)
+        return subprocess.CompletedProcess(
+            words, code, stdout.read().decode(), stderr.read().decode()
+        )
 
 
 def make_notes_folder() -> Path:
@@ -95,11 +143,12 @@ def build_archive(
 
 
 def poll(condition: Callable[[], Any], what: str, timeout_s: float = 20) -> Any:
-    """Return the condition's value as soon as it is true."""
-    deadline = time.monotonic() + timeout_s
+    """Return the condition's value soon after it is true: often it asks a server, which costs."""
+    deadline, pause_s = time.monotonic() + timeout_s, 0.005
     while not (value := condition()):
         assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
-        time.sleep(0.01)
+        time.sleep(pause_s)
+        pause_s = min(1.3 * pause_s, 0.05)
     return value
 
 
@@ -126,6 +175,11 @@ def descendants(pid: int) -> set[int]:
     return {child for child in found if is_alive(child)}
 
 
+def http_client(**options: Any) -> httpx.Client:
+    """Return a client that trusts nobody by TLS: to read whom to trust takes 25 ms."""
+    return httpx.Client(verify=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), **options)
+
+
 class LiveServer:
     """A server process that `modelyard serve start` reported ready."""
 
@@ -137,13 +191,10 @@ class LiveServer:
         keys = json.loads((state_dir / "keys.json").read_text(encoding="utf-8"))
         self.token: str = keys["management"]
         self.inference_token: str = keys["inference"]
-        self.client = httpx.Client(base_url=about["inference"], timeout=TIMEOUT_S)
-        self.management = httpx.Client(
-            base_url=about["management"],
-            headers={"Authorization": f"Bearer {self.token}"},
-            timeout=TIMEOUT_S,
-        )
-        self.metrics = httpx.Client(base_url=about["metrics"], timeout=TIMEOUT_S)
+        urls = {api: about[api] for api in ("inference", "management", "metrics")}
+        clients = {api: http_client(base_url=url, timeout=TIMEOUT_S) for api, url in urls.items()}
+        self.client, self.management, self.metrics = clients.values()
+        self.management.headers["Authorization"] = f"Bearer {self.token}"
 
     @property
     def address(self) -> tuple[str, int]:

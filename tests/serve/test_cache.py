@@ -14,7 +14,7 @@ import pytest
 
 from modelyard.archiver import write_archive
 from modelyard.serve.dataplane.cache import ENTRY_BYTES
-from tests.serve.live import LiveServer, poll, running
+from tests.serve.live import LiveServer, build_archive, poll, running
 
 COUNTER = """
 import time
@@ -48,7 +48,7 @@ SETTINGS = {
     "model_settings": {
         "counter": {"cacheAnswers": True, "cacheIgnores": ["X-Amzn-Trace-Id"], "jobQueueSize": 1,
                     "minWorkers": 1, "batchSize": 1},
-        "numbers": {"cacheAnswers": True, "minWorkers": 1},
+        "tensors": {"cacheAnswers": True, "minWorkers": 1},
     },
     "answer_cache_bytes": 8192,
 }  # fmt: skip
@@ -56,20 +56,18 @@ HEADER = "inference-header-content-length"
 
 
 @pytest.fixture(scope="module")
-def server(
-    tmp_path_factory: pytest.TempPathFactory, digits_artifacts: dict[str, Path]
-) -> Iterator[LiveServer]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     folder = tmp_path_factory.mktemp("cache")
     (store := folder / "store").mkdir()
     (config := folder / "config.yaml").write_text(json.dumps(SETTINGS))
     (folder / "handler.py").write_text(COUNTER)
-    archive = {"artifact": digits_artifacts["onnx"], "output_dir": store}
+    build_archive(store, "tensors")
+    archive = {"artifact": store / ".build" / "weights.bin", "output_dir": store}
     for name, version in (("counter", "1.0"), ("newer", "2.0")):
         code = str(folder / "handler.py")
         write_archive(name, version=version, handler=code, **archive)  # type: ignore[arg-type]
-    write_archive("numbers", version="1.0", handler="base_handler", **archive)  # type: ignore[arg-type]
     with running(folder / "state", store, f"--config={config}") as server:
-        server.register_all("counter.mar", "numbers.mar")
+        server.register_all("counter.mar", "tensors.mar")
         yield server
 
 
@@ -137,10 +135,10 @@ def test_every_protocol_finds_its_own_answers(server: LiveServer) -> None:
     binary = head + b"\0\0\0\x3f" * 64
     post = server.client.post
     ways: list[Callable[[], httpx.Response]] = [
-        lambda: post("/predictions/numbers", json=[row]),
-        lambda: post("/v1/models/numbers:predict", json={"instances": [[row], [row]]}),
-        lambda: post("/v2/models/numbers/infer", json=flat),
-        lambda: post("/v2/models/numbers/infer", content=binary, headers={HEADER: str(len(head))}),
+        lambda: post("/predictions/tensors", json=[row]),
+        lambda: post("/v1/models/tensors:predict", json={"instances": [[row], [row]]}),
+        lambda: post("/v2/models/tensors/infer", json=flat),
+        lambda: post("/v2/models/tensors/infer", content=binary, headers={HEADER: str(len(head))}),
     ]
     for way in ways:
         first, second = way(), way()
@@ -159,7 +157,7 @@ def test_an_etag_saves_the_answer(server: LiveServer) -> None:
         assert (has_it.status_code, has_it.content, has_it.headers["etag"]) == (304, b"", tag)
         assert "content-length" not in has_it.headers and outcomes(has_it) == ["hit"]
     assert ask(server, "tagged", if_none_match='"other"').json() == first.json()
-    url = "/v2/models/numbers/infer"
+    url = "/v2/models/tensors/infer"
     body = {"inputs": [{"name": "image", "shape": [1, 1, 8, 8], "datatype": "FP32",
                         "data": [0.25] * 64}]}  # fmt: skip
     tag = server.client.post(url, json=body).headers["etag"]
@@ -218,7 +216,7 @@ def test_memory_is_bounded_and_who_was_used_last_stays(server: LiveServer) -> No
         ask(server, f"filler {at}")
         assert ask(server, "stays").headers["x-cache"] == "hit"
     status = kept(server)
-    assert status["bytes"] + kept(server, "numbers")["bytes"] <= 8192
+    assert status["bytes"] + kept(server, "tensors")["bytes"] <= 8192
     assert status["evictions"] > 5
     assert server.metric("modelyard_cache_evictions_total", model="counter") == status["evictions"]
     assert ask(server, "filler 0").headers["x-cache"] == "miss"

@@ -153,18 +153,21 @@ def test_a_server_that_drains_is_not_ready_serves_on_and_answers_503_at_the_end(
     store: Path, tmp_path: Path, options: tuple[str, ...]
 ) -> None:
     config = tmp_path / "modelyard.yaml"
-    config.write_text("drain_delay_s: 1\ndrain_timeout_s: 0.5\n", encoding="utf-8")
+    config.write_text("drain_delay_s: 3\ndrain_timeout_s: 0.5\n", encoding="utf-8")
     server = start_server(tmp_path / "state", store, *options, f"--config={config}")
     url = server.about["inference"]
-    assert server.about["drain_timeout_s"] == 1.5
+    assert server.about["drain_timeout_s"] == 3.5
     with hold(server) as client, ThreadPoolExecutor(1) as threads:
         ended = threads.submit(server.stop)
-        poll(lambda: httpx.get(f"{url}/health/ready").status_code == 503, "it is not ready")
+        poll(
+            lambda: httpx.get(f"{url}/health/ready", verify=False).status_code == 503,
+            "it is not ready",
+        )
         models = ("/v1/models/mortal", "/v2/models/mortal/ready")
         for path in ("/health/ready", "/v2/health/ready", *models):
-            asked = httpx.get(f"{url}{path}")
+            asked = httpx.get(f"{url}{path}", verify=False)
             assert (asked.status_code, asked.headers["retry-after"]) == (503, "1")
-        served = httpx.get(f"{url}/v2/models/mortal")  # by a connection of its own
+        served = httpx.get(f"{url}/v2/models/mortal", verify=False)  # by a connection of its own
         assert (served.status_code, served.headers["connection"]) == (200, "close")
         ended.result()
         head, body = read_answer(client)

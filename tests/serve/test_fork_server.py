@@ -33,7 +33,6 @@ THREAD = """import sys, threading
 if "--fork-server" in sys.orig_argv:
     threading.Thread(target=threading.Event().wait, daemon=True).start()
 """
-OFF = {"MODELYARD_FORK_WORKERS": "false"}
 CONFIG = "workerThreads: 2\nminWorkers: 1\n"
 
 
@@ -203,16 +202,19 @@ def test_an_archive_with_a_module_that_is_imported_already_gets_its_own(
 def test_where_nothing_can_be_forked_workers_are_started_afresh(
     server: LiveServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, off: str
 ) -> None:
-    (tmp_path / "sitecustomize.py").write_text(THREAD, encoding="utf-8")
-    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    added = OFF if off == "by its setting" else {"PYTHONPATH": path}
-    variables = {**environment(), **added}
-    monkeypatch.setattr(live, "environment", lambda: variables)
+    config = tmp_path / "modelyard.yaml"
+    config.write_text(f"fork_workers: {str(off == 'by threads').lower()}\n")
+    if off == "by threads":
+        (tmp_path / "sitecustomize.py").write_text(THREAD, encoding="utf-8")
+        path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+        variables = {**environment(), "PYTHONPATH": path}
+        monkeypatch.setattr(live, "environment", lambda: variables)
     text = (
         "# no torch, in spite of the word\ndef handle(data, context):\n    return data and ['ok']\n"
     )
     build(tmp_path / "store", "light", text)
-    with running(tmp_path / "state", tmp_path / "store", "--models=light") as other:
+    options = ("--models=light", f"--config={config}")
+    with running(tmp_path / "state", tmp_path / "store", *options) as other:
         assert other.predict("light").text == "ok"
         assert fork_server(other) is None
         replace_worker(other, "light")

@@ -36,7 +36,7 @@ max_request_bytes: {LIMIT}
 SWEEP_S = 1.0
 SLACK_S = 3.0
 """For a machine under load."""
-PAUSE_S = 0.005
+PAUSE_S = 0.02
 """Of a client of the load between two requests: without one, tests that wait would fill a core."""
 SMUGGLED = b"GET /smuggled HTTP/1.1\r\nHost: localhost\r\n\r\n"
 POST = b"POST /predictions/echo HTTP/1.1\r\nHost: localhost\r\n"
@@ -184,7 +184,7 @@ class Load:
     def __enter__(self) -> Load:
         for thread in self._threads:
             thread.start()
-        poll(lambda: sum(self.outcomes.values()) > 40, "the load runs")
+        poll(lambda: sum(self.outcomes.values()) > 12, "the load runs")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -461,7 +461,7 @@ def test_a_head_that_comes_byte_by_byte_has_no_more_time(server: LiveServer) -> 
 
 def handed_over(server: LiveServer) -> str:
     """Return how many requests for `echo` its workers have been given, as the metrics say it."""
-    text = httpx.get(f"{server.about['metrics']}/metrics").text
+    text = httpx.get(f"{server.about['metrics']}/metrics", verify=False).text
     name = "modelyard_queue_time_seconds_count{"
     return next(line for line in text.splitlines() if line.startswith(name) and "echo" in line)
 

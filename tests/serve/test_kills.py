@@ -84,13 +84,13 @@ def kill_workers(server: LiveServer, model: str, seconds: float) -> int:
 
 
 @pytest.mark.parametrize(
-    "seconds", [4, pytest.param(60, marks=[pytest.mark.slow, pytest.mark.timeout(300)])]
+    "seconds", [2.5, pytest.param(60, marks=[pytest.mark.slow, pytest.mark.timeout(300)])]
 )
 def test_each_request_is_answered_once_while_workers_are_killed(
     server: LiveServer, seconds: float
 ) -> None:
     before, files = server.restarts("killed"), descriptors(server.pid)
-    with Load(server, "killed", clients=16, prefix="sleep 0.005 ") as load:
+    with Load(server, "killed", clients=16, prefix="sleep 0.005 ", pause_s=0.01) as load:
         kills = kill_workers(server, "killed", seconds)
     poll(lambda: all_are_ready(server, "killed"), "the workers are back")
     assert kills > 1

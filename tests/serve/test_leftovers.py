@@ -15,10 +15,12 @@ import pytest
 
 from modelyard.serve.walls.kernel import children
 from tests.serve import live
-from tests.serve.live import LiveServer, build_archive, descendants, environment, poll, running
+from tests.serve.live import LiveServer, build_archive, descendants, poll, running
 
 WITHIN_S = 2.0
 MOST_ZOMBIES = 100
+CHAINS = {1: 8, 20: 30}
+"""How often a test is repeated → processes that each fork the next: dozens take a core."""
 OFTEN = pytest.param(20, marks=[pytest.mark.slow, pytest.mark.timeout(900)])
 
 
@@ -31,19 +33,17 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=["users of their own", "the server's user"])
 def server(store: Path, request: pytest.FixtureRequest) -> Iterator[LiveServer]:
-    variables = environment()
-    if request.param == "the server's user":
-        variables["MODELYARD_WORKER_UIDS"] = ""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(live, "environment", lambda: variables)
-        with running(store.parent / request.param.replace(" ", "-"), store) as server:
-            yield server
+    config = store.parent / "modelyard.yaml"
+    config.write_text("worker_uids: ''\n" if request.param == "the server's user" else "{}\n")
+    state = store.parent / request.param.replace(" ", "-")
+    with running(state, store, f"--config={config}") as server:
+        yield server
 
 
-def start_leftovers(server: LiveServer, file: Path) -> int:
-    """Start a chain of processes that write to a file, and a daemon; return the worker's id."""
+def start_leftovers(server: LiveServer, file: Path, times: int = 1) -> int:
+    """Start chains of processes that write to a file, and a daemon; return the worker's id."""
     server.predict("leaving", f"daemon {file}")
-    pid = int(server.predict("leaving", f"chain {file}").text)
+    pid = int(server.predict("leaving", f"chain {file} {CHAINS[times]}").text)
     poll(lambda: file.exists() and file.stat().st_size > 100, "the chain runs")
     return pid
 
@@ -81,7 +81,7 @@ def test_a_chain_of_processes_ends_with_its_model(
     for at in range(times):
         file = notes / str(at)
         server.register_all("leaving")
-        start_leftovers(server, file)
+        start_leftovers(server, file, times)
         most = max(zombies(server.pid) for _ in range(5))
         removed = time.monotonic()
         assert server.management.delete("/models/leaving").status_code == 200
@@ -113,7 +113,7 @@ def test_nothing_outlives_a_server_that_is_killed(
         server = live.start_server(tmp_path / str(at), store, "--models=leaving", "--workers=2")
         try:
             with ThreadPoolExecutor(2) as threads:
-                start_leftovers(server, file)
+                start_leftovers(server, file, times)
                 untied = threads.submit(server.predict, "leaving", f"untied {file}")
                 # A third worker is in the middle of its start.
                 scaled = threads.submit(server.management.put, "/models/leaving?min_worker=3")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-import httpx
 import pytest
 
 from modelyard.serve.api.inference import right_of
@@ -39,9 +39,33 @@ APIS = ("inference", "management", "metrics")
 class Asking:
     """A server in this process, and how its token checks end."""
 
-    def __init__(self, urls: dict[str, str], keys: dict[str, str], client: httpx.AsyncClient
-                 ) -> None:  # fmt: skip
-        self.urls, self.keys, self.client = urls, keys, client
+    def __init__(self, urls: dict[str, str], keys: dict[str, str]) -> None:
+        self.urls, self.keys = urls, keys
+        self.open: dict[str, tuple[asyncio.StreamReader, asyncio.StreamWriter]] = {}
+        """API → a connection that is kept: a client's library would take most of the time."""
+
+    async def request(
+        self, api: str, method: str, path: str, headers: dict[str, str]
+    ) -> tuple[int, str, str]:
+        """Send a request without a body; return status, head and body of its answer."""
+        address = self.urls[api].removeprefix("http://")
+        host, _, port = address.partition(":")
+        if api not in self.open:
+            self.open[api] = await asyncio.open_connection(host, int(port))
+        reader, writer = self.open[api]
+        lines = [f"{method} {path} HTTP/1.1", f"Host: {address}", "Content-Length: 0"]
+        lines += [f"{name}: {value}" for name, value in headers.items()]
+        writer.write("\r\n".join([*lines, "", ""]).encode())
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        length = re.search(r"^content-length: (\d+)", head, re.M)
+        body = await reader.readexactly(int(length[1]) if length else 0)
+        if "connection: close" in head:
+            self.close(api)
+        return int(head.split()[1]), head, body.decode()
+
+    def close(self, api: str) -> None:
+        """Close the connection to an API."""
+        self.open.pop(api)[1].close()
 
     async def __call__(
         self, api: str, path: str, token: str | None = None, proxy: str = "", method: str = "POST"
@@ -49,17 +73,17 @@ class Asking:
         """Return whether a request is let in, or how it is refused."""
         headers = {} if token is None else {"Authorization": token}
         headers |= {proxy: "203.0.113.9"} if proxy else {}
-        answer = await self.client.request(method, f"{self.urls[api]}{path}", headers=headers)
-        if answer.status_code == 401:
-            assert answer.headers["www-authenticate"] == "Bearer"
+        status, head, body = await self.request(api, method, path, headers)
+        if status == 401:
+            assert "\r\nwww-authenticate: bearer\r\n" in head
             return UNKNOWN
-        return UNFIT if "; this needs one that may" in answer.text else IN
+        return UNFIT if "; this needs one that may" in body else IN
 
     async def routes(self, api: str) -> list[tuple[str, str]]:
         """Return method and path of everything that an API describes, for a model without name."""
         key = self.keys["management" if api == "management" else "inference"]
         headers = {"Authorization": f"Bearer {key}"}
-        found = (await self.client.get(f"{self.urls[api]}/openapi.json", headers=headers)).json()
+        found = json.loads((await self.request(api, "GET", "/openapi.json", headers))[2])
         return [
             (method.upper(), re.sub(r"\{\w+\}", "nobody", path))
             for path, methods in found["paths"].items()
@@ -80,10 +104,12 @@ def with_server(folder: Path, then: Callable[[Asking], Awaitable[None]], **said:
             await listener.start()
         urls = {api: each.url for api, each in zip(APIS, server.listeners, strict=True)}
         keys = {api: read_key(state.key_file, api) for api in ("inference", "management")}
+        asking = Asking(urls, keys)
         try:
-            async with httpx.AsyncClient(timeout=20) as client:
-                await then(Asking(urls, keys, client))
+            await then(asking)
         finally:
+            for api in tuple(asking.open):
+                asking.close(api)
             for listener in server.listeners:
                 await listener.stop_accepting()
                 listener.close_idle(0)

@@ -21,14 +21,16 @@ from tests.serve.live import build_archive, make_notes_folder, poll, running
 KEY = "a-token-of-this-test-that-is-long-enough"
 HEADERS = [(b"host", b"here"), (b"authorization", f"Bearer {KEY}".encode())]
 TAKES = """
-import sys, time
+import os, sys, time
 from pathlib import Path
-from tests.serve.test_quotas import HEADERS, make, taken
-these, end, count = make(Path(sys.argv[1]), int(sys.argv[2]), "rate=200"), time.monotonic() + 1.5, 0
+from tests.serve.test_quotas import make, taken
+end = time.monotonic() + 1.5
+number = next((number for number in (1, 2) if not os.fork()), 3)
+these, count = make(Path(sys.argv[1]), number, "rate=200"), 0
 while time.monotonic() < end:
     count += taken(these)
-    time.sleep(0.0005)
-print(count)
+    time.sleep(0.002)
+print(count, flush=True)
 """
 
 
@@ -105,10 +107,10 @@ def test_servers_share_what_is_had_at_once_and_one_that_was_killed_has_none(tmp_
 
 def test_processes_share_a_rate(tmp_path: Path) -> None:
     run = [sys.executable, "-c", TAKES, str(tmp_path / "q")]
-    asking = [subprocess.Popen([*run, str(n)], stdout=subprocess.PIPE) for n in (1, 2, 3)]
-    counts = [int(each.communicate(timeout=60)[0]) for each in asking]
-    # They start at different times: together they ask for between 1.5 s and what that takes.
-    assert sum(counts) >= 0.8 * 200 * 1.5
+    ran = subprocess.run(run, capture_output=True, text=True, timeout=60, check=True)
+    counts = [int(count) for count in ran.stdout.split()]
+    assert len(counts) == 3
+    assert 0.8 * 200 * 1.5 <= sum(counts) < 2.5 * 200 * 1.5, "none has a rate of its own"
     assert min(counts) < 0.8 * 200 * 1.5, "none has all"
 
 
@@ -139,7 +141,7 @@ def test_a_server_counts_what_its_clients_have_and_forgets_those_that_left(tmp_p
         def ask(model: str = "echo", body: str = "x", key: str = KEY) -> httpx.Response:
             headers = {"Authorization": f"Bearer {key}"}
             return httpx.post(f"{url}/predictions/{model}", content=body, headers=headers,
-                              timeout=60)  # fmt: skip
+                              timeout=60, verify=False)  # fmt: skip
 
         go = make_notes_folder() / "go"
         with ThreadPoolExecutor(2) as pool:
@@ -151,7 +153,7 @@ def test_a_server_counts_what_its_clients_have_and_forgets_those_that_left(tmp_p
             assert refused.headers["retry-after"] == "1"
             assert "the token app may have 2 at once" in refused.json()["message"]
             assert ask(key=KEY + "2").status_code == 200, "another token is not limited"
-            models = httpx.get(f"{url}/v2/models/echo", headers=auth)
+            models = httpx.get(f"{url}/v2/models/echo", headers=auth, verify=False)
             assert models.status_code == 200, "only answers of models count"
             go.touch()
             assert [each.result().status_code for each in slow] == [200, 200]

@@ -62,7 +62,7 @@ class Edited:
             )  # fmt: skip
         found = poll(lambda: re.search(r"^inference +(http\S+)", self.said, re.M), "ready", 60)
         poll(lambda: "are served" in self.said, "it watches")
-        self.client = httpx.Client(base_url=found[1], timeout=60)
+        self.client = httpx.Client(base_url=found[1], timeout=60, verify=False)
 
     @property
     def said(self) -> str:

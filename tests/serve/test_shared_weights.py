@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -50,7 +51,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("weights")
     export_all(wide_net(), torch.rand(5, WIDTH), folder / "wide")
     small = nn.Linear(WIDTH, 1, bias=False).eval().requires_grad_(False)
-    export_all(small, torch.rand(5, WIDTH), folder / SMALL)
+    traced: Any = torch.jit.trace(small, torch.rand(5, WIDTH))  # type: ignore[no-untyped-call]
+    traced.save(folder / f"{SMALL}.pt")
     handler = folder / "handler.py"
     handler.write_text(HANDLER.format(base="modelyard.handlers"))
     artifacts = {**FILES, SMALL: f"{SMALL}.pt"}

@@ -110,7 +110,7 @@ def test_a_stop_waits_for_the_end_of_a_stream(tmp_path: Path) -> None:
     server = start_server(tmp_path / "state", tmp_path / "store", "--models=streamer")
     gate = tmp_path / "gate"
     with (
-        httpx.Client(base_url=server.about["inference"], timeout=30) as client,
+        httpx.Client(base_url=server.about["inference"], timeout=30, verify=False) as client,
         client.stream("POST", "/predictions/streamer", content=f"wait {gate}") as answer,
     ):
         chunks = answer.iter_text()

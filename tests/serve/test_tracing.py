@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -106,14 +106,16 @@ def sending_spans(
         build_archive(folder / "store", behaviour, config="minWorkers: 1\nbatchSize: 4\n")
     config = folder / "modelyard.yaml"
     config.write_text(json.dumps({"tracing": True, **(settings or {})}), encoding="utf-8")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
-        patch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_off")
-        patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
-        patch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=test")
-        with running(folder / "state", folder / "store", f"--config={config}") as server:
-            server.register_all(*(f"{name}.mar" for name in behaviours))
-            yield server
+    with ExitStack() as stack:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
+            patch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_off")
+            patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
+            patch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=test")
+            serving = running(folder / "state", folder / "store", f"--config={config}")
+            server = stack.enter_context(serving)
+        server.register_all(*(f"{name}.mar" for name in behaviours))
+        yield server
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from modelyard.serve.walls import calls, kernel, mounts
 from modelyard.serve.walls.environment import PASSED, choose_variables
 from modelyard.serve.walls.measures import LACKING, OFF, UP
 from tests.serve import live
-from tests.serve.live import LiveServer, build_archive, environment, is_alive, poll, running
+from tests.serve.live import LiveServer, build_archive, is_alive, poll, running
 from tests.serve.walls.identities import IS_ROOT
 
 
@@ -34,14 +34,11 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", params=["walls", "no walls"])
 def server(store: Path, request: pytest.FixtureRequest) -> Iterator[LiveServer]:
     """Serve the hostile archive, with the walls and without."""
-    variables = environment()
-    if request.param == "no walls":
-        variables["MODELYARD_SANDBOX"] = "0"
+    config = store.parent / "modelyard.yaml"
+    config.write_text(f"sandbox: {str(request.param == 'walls').lower()}\n", encoding="utf-8")
     state = store.parent / request.param.replace(" ", "-")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(live, "environment", lambda: variables)
-        with running(state, store, "--models=red_team") as server:
-            yield server
+    with running(state, store, "--models=red_team", f"--config={config}") as server:
+        yield server
 
 
 def has_walls(server: LiveServer) -> bool:

@@ -89,8 +89,15 @@ def test_of_several_classes_the_one_that_is_a_handler_is_taken(load: Load) -> No
     assert load(source)["answers"][0] == ["two"]
 
 
-def test_imported_classes_do_not_count(load: Load) -> None:
-    source = "from pathlib import Path\nfrom modelyard.handlers import BaseHandler\n" + body("one")
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from logging import Handler",
+        pytest.param("from modelyard.handlers import BaseHandler", marks=pytest.mark.nightly),
+    ],
+)
+def test_imported_classes_do_not_count(load: Load, line: str) -> None:
+    source = f"from pathlib import Path\n{line}\n" + body("one")
     assert load(source)["answers"][0] == ["one"]
 
 

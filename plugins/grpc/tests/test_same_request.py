@@ -98,7 +98,6 @@ def server(
     with running(folder / "state", store, f"--config={config}") as server:
         server.register_all("numbers.mar", "slow.mar", "failing.mar", initial_workers=1)
         server.register_all("numbers.mar", model_name="unready", initial_workers=0)
-        server.register_all("single.mar", initial_workers=1)
         yield server
 
 
@@ -269,6 +268,7 @@ def test_under_a_flood_a_time_is_refused_or_taken_alike(
     server: LiveServer, threads: ThreadPoolExecutor
 ) -> None:
     """Each answer takes half a second, and six or more wait."""
+    server.register_all("single.mar", initial_workers=1)
     asked = Asked(200, picture(1), "single", 30.0)
     assert predict(server, asked).code == infer_by_grpc(server, asked).code == 200
     flood = [threads.submit(protocol, server, asked) for protocol in (predict, infer_by_grpc) * 8]

@@ -8,7 +8,7 @@ import time
 
 CHAIN = """
 import os, sys, time
-for _ in range(30):
+for _ in range(int(sys.argv[2])):
     if os.fork() == 0:
         break
 else:
@@ -38,11 +38,11 @@ def handle(data, context):
     return data and [act(*row["body"].decode().split()) for row in data]
 
 
-def act(what, file):
+def act(what, file, *count):
     if what == "untied":  # it neither dies with its parent nor minds what its socket says
         ctypes.CDLL(None).prctl(1, 0)
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", file])
         time.sleep(600)
     code = {"chain": CHAIN, "daemon": DAEMON}[what]
-    subprocess.Popen([sys.executable, "-c", code, file], start_new_session=True, close_fds=True)
+    subprocess.Popen([sys.executable, "-c", code, file, *count], start_new_session=True, close_fds=True)
     return os.getpid()
