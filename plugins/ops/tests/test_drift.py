@@ -34,9 +34,7 @@ class Loans(nn.Module):
 def server(shared_server: LiveServer, tmp_path_factory: pytest.TempPathFactory) -> LiveServer:
     """Serve a table whose rows all come from the same reasons, and a handler that obeys."""
     folder = tmp_path_factory.mktemp("drift")
-    batch = ({0: torch.export.Dim("batch", min=1, max=8)},)
-    program = torch.export.export(Loans(), (torch.rand(3, 3),), dynamic_shapes=batch)
-    torch.export.save(program, folder / "loans.pt2")
+    torch.jit.script(Loans()).save(folder / "loans.pt")
     (folder / "weights.bin").write_bytes(b"none")
     (folder / "rows.json").write_text(json.dumps(ROWS * REPEATED))
     (folder / "features.json").write_text(
@@ -47,7 +45,7 @@ def server(shared_server: LiveServer, tmp_path_factory: pytest.TempPathFactory) 
     write_archive(
         "loans",
         version="1.0",
-        artifact=folder / "loans.pt2",
+        artifact=folder / "loans.pt",
         handler="tabular",
         extra_files=[folder / "features.json"],
         config_file=config,

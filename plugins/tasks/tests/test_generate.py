@@ -15,10 +15,10 @@ from tokenizers import Tokenizer, models
 from modelyard.archiver.signature import parse_inputs
 from modelyard.handlers import BadInput, Context, Generate, LoadError
 from modelyard.plugins.tasks.sampling import Continuation, choose, read_request
-from plugins.tasks.tests.decoder import build_decoder, build_tokenizer, write_decoder
+from plugins.tasks.tests.decoder import PLACES, build_decoder, build_tokenizer, decoder_folder
 
-PLACES = 48
 PROMPTS = ("once", "upon a time there was a", "é")
+LONG = "x" * (PLACES - 8)
 
 Make = Callable[..., Generate]
 
@@ -29,11 +29,9 @@ def model() -> Any:
 
 
 @pytest.fixture(scope="module")
-def folder(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return what lies in the archive, as an export writes it."""
-    folder = tmp_path_factory.mktemp("generate")
-    write_decoder(model, folder)
-    return folder
+    return decoder_folder(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
@@ -259,13 +257,13 @@ def test_words_are_joined_to_the_prompt_as_the_tokenizer_joins_them() -> None:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({"prompt": "x" * PLACES}, f"48 tokens, and this model has {PLACES} places"),
-        ({"prompt": "x" * 40, "max_new_tokens": 9}, "expected 8 at most"),
+        ({"prompt": "x" * PLACES}, f"{PLACES} tokens, and this model has {PLACES} places"),
+        ({"prompt": LONG, "max_new_tokens": 9}, "expected 8 at most"),
         ({"prompt": ""}, "prompt is '';"),
         ({}, 'holds no "prompt"'),
         ([1], "the body is a list; expected text"),
         ({"inputs": "x", "parameters": {"n": 2}}, "n is unknown; expected some of prompt"),
-        ({"inputs": "x" * 40, "parameters": {"max_new_tokens": 9}}, "expected 8 at most"),
+        ({"inputs": LONG, "parameters": {"max_new_tokens": 9}}, "expected 8 at most"),
         ({"prompt": "x", "n": 2}, "n is unknown; expected some of prompt"),
         ({"prompt": "x", "max_new_tokens": 0}, "max_new_tokens is 0; expected a whole number"),
         ({"prompt": "x", "max_new_tokens": True}, "max_new_tokens is True"),
@@ -287,9 +285,9 @@ def test_what_cannot_be_used_is_refused_by_its_field(
 
 
 def test_an_answer_ends_with_the_models_places(handler: Generate, model: Any) -> None:
-    (found,) = answer(handler, "x" * 40)
+    (found,) = answer(handler, LONG)
     assert (found["tokens"], found["finish_reason"]) == (8, "length")
-    assert found["text"] == text_of(greedy(model, "x" * 40, 8))
+    assert found["text"] == text_of(greedy(model, LONG, 8))
 
 
 def test_text_json_and_bytes_are_prompts(handler: Generate) -> None:

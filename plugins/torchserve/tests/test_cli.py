@@ -195,7 +195,7 @@ def test_start_serve_and_stop(home: Home, store: Path) -> None:
     [
         ("ehco", "ehco", []),
         ("echo.mar,absent.mar", "absent.mar", ["--foreground"]),
-        ("x=ehco.mar", "ehco.mar", []),
+        pytest.param("x=ehco.mar", "ehco.mar", [], marks=pytest.mark.nightly),
     ],
 )
 def test_a_model_that_is_not_in_the_store_ends_the_start(

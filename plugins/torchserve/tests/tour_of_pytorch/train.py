@@ -18,11 +18,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 seed_everything(0)
 torch.set_num_threads(1)
-scans, labels = (part[:640] for part in load_digits(return_X_y=True))  # 8 x 8, values 0 to 16
+scans, labels = (part[:160] for part in load_digits(return_X_y=True))  # 8 x 8, values 0 to 16
 pixels = torch.from_numpy(scans).float().reshape(-1, 1, 8, 8) / 16
 images = F.interpolate(pixels, size=(28, 28))
 data = TensorDataset(images, torch.from_numpy(labels))
-loader = DataLoader(data, batch_size=64, shuffle=True)
+loader = DataLoader(data, batch_size=16, shuffle=True)
 
 # Plain PyTorch
 model = CNN()
