@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 
 import httpx
 import pytest
@@ -34,7 +35,9 @@ class Loans(nn.Module):
 def server(shared_server: LiveServer, tmp_path_factory: pytest.TempPathFactory) -> LiveServer:
     """Serve a table whose rows all come from the same reasons, and a handler that obeys."""
     folder = tmp_path_factory.mktemp("drift")
-    torch.jit.script(Loans()).save(folder / "loans.pt")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"`torch\.jit\.", DeprecationWarning)
+        torch.jit.script(Loans()).save(folder / "loans.pt")
     (folder / "weights.bin").write_bytes(b"none")
     (folder / "rows.json").write_text(json.dumps(ROWS * REPEATED))
     (folder / "features.json").write_text(

@@ -193,7 +193,8 @@ def test_start_serve_and_stop(home: Home, store: Path) -> None:
 @pytest.mark.parametrize(
     ("models", "missing", "attached"),
     [
-        ("ehco", "ehco", []),
+        # By day a bare name is missed in an empty store, below.
+        pytest.param("ehco", "ehco", [], marks=pytest.mark.nightly),
         ("echo.mar,absent.mar", "absent.mar", ["--foreground"]),
         pytest.param("x=ehco.mar", "ehco.mar", [], marks=pytest.mark.nightly),
     ],
