@@ -16,6 +16,7 @@ from modelyard.archiver.signature import parse_inputs
 from modelyard.handlers import BadInput, Context, Generate, LoadError
 from modelyard.plugins.tasks.sampling import Continuation, choose, read_request
 from plugins.tasks.tests.decoder import PLACES, build_decoder, build_tokenizer, decoder_folder
+from tests.handlers.folders import lightened
 
 PROMPTS = ("once", "upon a time there was a", "é")
 LONG = "x" * (PLACES - 8)
@@ -36,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def make(folder: Path) -> Make:
-    def make(config: dict[str, Any] | None = None) -> Generate:
+    def make(config: dict[str, Any] | None = None, folder: Path = folder) -> Generate:
         report = json.loads((folder / "model.pt2.report.json").read_text())
         manifest = {
             "model": {"modelName": "story", "serializedFile": "model.pt2"},
@@ -149,7 +150,9 @@ def test_who_leaves_takes_no_step_more(handler: Generate, calls: list[int]) -> N
     assert [(part.request, part.value) for part in parts] == [(2, expected)]
 
 
-def test_a_text_ends_where_the_checkpoint_or_the_setting_says(make: Make, model: Any) -> None:
+def test_a_text_ends_where_the_checkpoint_or_the_setting_says(
+    handler: Generate, make: Make, model: Any
+) -> None:
     tokens = greedy(model, "b", 8)
     end = tokens[4]
     text = build_tokenizer().id_to_token(end)
@@ -157,7 +160,7 @@ def test_a_text_ends_where_the_checkpoint_or_the_setting_says(make: Make, model:
     first = tokens.index(end)
     assert (found["finish_reason"], found["tokens"]) == ("end", first)
     assert found["text"] == text_of(tokens[:first])
-    assert make().end_tokens == {256}
+    assert handler.end_tokens == {256}
 
 
 def test_a_stop_ends_the_text_before_it(handler: Generate, model: Any) -> None:
@@ -305,8 +308,7 @@ def test_a_text_is_not_explained(handler: Generate) -> None:
         handler.explain([], handler.context)
 
 
-def test_a_step_that_fails_leaves_the_handler_empty(make: Make) -> None:
-    handler = make()
+def test_a_step_that_fails_leaves_the_handler_empty(handler: Generate) -> None:
     run = handler._decoder._run
 
     def fail(*inputs: Any) -> Any:
@@ -322,10 +324,11 @@ def test_a_step_that_fails_leaves_the_handler_empty(make: Make) -> None:
     assert answer(handler, "ab")[0]["tokens"] > 0
 
 
-def test_a_token_that_the_model_does_not_take_is_refused(make: Make) -> None:
-    handler = make()
+def test_a_token_that_the_model_does_not_take_is_refused(
+    handler: Generate, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (stated,) = parse_inputs(["input_ids:int64[batch,length]<110"]).inputs
-    handler.inputs = (stated, *handler.inputs[1:])
+    monkeypatch.setattr(handler, "inputs", (stated, *handler.inputs[1:]))
     assert answer(handler, "once")[0]["tokens"] > 0
     with pytest.raises(BadInput, match=r'"input_ids" holds 220; expected values =0\.\.109, as t'):
         answer(handler, "once upon")
@@ -342,10 +345,10 @@ def test_a_token_that_the_model_does_not_take_is_refused(make: Make) -> None:
     ],
 )
 def test_settings_that_cannot_be_used_are_refused(
-    make: Make, config: dict[str, Any], message: str
+    make: Make, folder: Path, tmp_path: Path, config: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(LoadError, match=re.escape(message)):
-        make(config)
+        make(config, lightened(folder, tmp_path))
 
 
 def test_other_artifacts_are_refused(make_context: Callable[..., Context]) -> None:

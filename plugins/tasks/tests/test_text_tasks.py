@@ -21,7 +21,16 @@ from modelyard.handlers import (
     TextHandler,
     TokenClassifier,
 )
-from tests.handlers.folders import Tensors, ask, copied, explain, load, loaded, save_program
+from tests.handlers.folders import (
+    Tensors,
+    ask,
+    copied,
+    explain,
+    lightened,
+    load,
+    loaded,
+    save_program,
+)
 
 SENTENCE = "Anna lives in New York and Dmitri went to San Marino, today!"
 OUTPUTS = {
@@ -381,8 +390,8 @@ def test_a_text_without_a_gap_is_refused(folders: dict[str, Path]) -> None:
     ids=["aggregation", "longest answer", "mask", "of another handler"],
 )
 def test_a_wrong_setting_ends_the_start(
-    folders: dict[str, Path], handler: Any, section: dict[str, Any], message: str
+    folders: dict[str, Path], tmp_path: Path, handler: Any, section: dict[str, Any], message: str
 ) -> None:
     task = {TokenClassifier: "entities", QuestionAnswering: "answers", FillMask: "gaps"}[handler]
     with pytest.raises(LoadError, match=message):
-        load(handler, folders[task], config={"text": section})
+        load(handler, lightened(folders[task], tmp_path), config={"text": section})
