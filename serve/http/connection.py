@@ -584,6 +584,7 @@ class Connection(asyncio.Protocol):
             if cycle is not None:
                 cycle.leave()
                 cycle.log(cycle.status)
+        self.answering = self.reading = None  # they hold this one
         self._queue.clear()
         self.resume_writing()
         self._listener.resume()
