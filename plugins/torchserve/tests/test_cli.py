@@ -126,7 +126,11 @@ def test_another_process_is_never_taken_for_the_server(home: Home, content: str)
         ("model_store=$$NO$$", "Invalid configuration: Invalid Environment Variable NO"),
     ],
 )
-@pytest.mark.parametrize("attached", [[], ["--foreground"]], ids=["background", "foreground"])
+@pytest.mark.parametrize(
+    "attached",
+    [[], pytest.param(["--foreground"], marks=pytest.mark.nightly)],
+    ids=["background", "foreground"],
+)
 def test_a_wrong_configuration_exits_1(
     home: Home, properties: str, reason: str, attached: list[str]
 ) -> None:

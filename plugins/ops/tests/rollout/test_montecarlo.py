@@ -30,7 +30,7 @@ CHECKED = 5
 MANY = 1_000_000
 
 
-SHORT = [row for row in ROWS if row.requests <= 3500]
+SHORT = [row for row in ROWS if row.requests <= 3000]
 """What takes a second or less; the others are judged at night."""
 
 
@@ -118,7 +118,7 @@ def column(tallies: Tallies, at: int) -> Tally:
         (TIMES, Truth(slower=1.25, sigma=0.2), 1500),
         (TIMES, Truth(), 3000),
         pytest.param(TIMES, Truth(slow="either", shadow=500), 4000, marks=pytest.mark.nightly),
-        pytest.param(TIMES, Truth(slower=3, after=1500), 3000, marks=pytest.mark.nightly),
+        (TIMES, Truth(slower=3, after=1500), 3000),
     ],
 )
 def test_the_product_judges_each_as_all_are_judged(
