@@ -284,6 +284,11 @@ class RequestResponseCycle:
                 retry_after_s=1,
             )
 
+    @property
+    def client(self) -> tuple[str, int] | None:
+        """Address and port of who sent it; None of a Unix socket."""
+        return self.connection.client
+
     def is_left(self) -> bool:
         """Return whether nobody waits for the answer any more."""
         return self.has_left
