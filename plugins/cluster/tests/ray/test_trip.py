@@ -15,7 +15,6 @@ from tests.serve.live import build_archive
 REPO = Path(__file__).parents[4]
 RAY = Path(os.environ.get("RAY_PYTHON") or REPO / ".peers" / "ray" / "bin" / "python")
 """A Python that has Ray beside everything of ours; `scripts/peers ray` makes it."""
-DIRECT = "RAY_SERVE_DIRECT_INGRESS"
 ALONE = ("unshare", "--map-root-user", "--net", "--pid", "--fork", "--mount-proc", "--kill-child")
 """In namespaces of its own, all of which end with the command."""
 
@@ -50,8 +49,6 @@ def test_cells_lose_no_request_when_a_server_dies_or_the_archive_changes(events:
                 "PYTHONPATH": str(REPO),
                 "RAY_raylet_start_wait_time_s": "240",  # on a machine with other work
                 "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",  # 0.1 keeps a core busy by a tenth
-                # For how long who forwards may not know that a cell goes; at the end nobody asks.
-                **({} if "update" in events else {f"{DIRECT}_MIN_DRAINING_PERIOD_S": "1"}),
             },
             capture_output=True,
             text=True,
