@@ -44,8 +44,13 @@ PARTS = {
 """Heading → module → names; all exceptions of a module that names none."""
 
 
+def page() -> str:
+    """Return the page."""
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(write())).rstrip() + "\n"
+
+
 def write() -> Iterator[str]:
-    """Yield the page."""
+    """Yield its parts."""
     yield INTRODUCTION
     for heading, modules in PARTS.items():
         yield f"## {heading}\n"
@@ -161,4 +166,4 @@ def documented_fields(value: type) -> Iterator[tuple[str, str]]:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(re.sub(r"\n{3,}", "\n\n", "\n".join(write())).rstrip() + "\n")
+    sys.stdout.write(page())

@@ -6,17 +6,13 @@ A code line is neither blank nor a comment nor part of a docstring; statements t
 
 import ast
 import functools
-import io
 import sys
-import tokenize
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-_NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
-            tokenize.ENDMARKER}  # fmt: skip
 
 
 class Size(NamedTuple):
@@ -29,8 +25,15 @@ class Size(NamedTuple):
 def measure(text: str) -> Size:
     """Return the size of a module."""
     docstrings: set[int] = set()
+    lines = {
+        number
+        for number, line in enumerate(text.split("\n"), 1)
+        if (code := line.strip()) and not code.startswith("#")
+    }
     statements = 0
     for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Constant | ast.JoinedStr):  # a text may hold lines as of a comment
+            lines.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
         if not isinstance(node, ast.stmt):
             continue
         bare = node.value if isinstance(node, ast.Expr) else None
@@ -38,10 +41,6 @@ def measure(text: str) -> Size:
             docstrings.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
         else:
             statements += 1
-    lines: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type not in _NO_CODE:
-            lines.update(range(token.start[0], token.end[0] + 1))
     return Size(len(lines - docstrings), statements)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 PROBE = """
 import base64, json, os, sys
+import torch  # which handlers would import in each fork
 from pathlib import Path
 from modelyard.serve.worker import boot, golden, load
 from modelyard.serve.worker.dialect import find_dialect

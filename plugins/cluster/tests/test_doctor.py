@@ -15,7 +15,7 @@ from modelyard.plugins.cluster.doctor import checks as doctor
 from modelyard.plugins.cluster.doctor.checks import FAIL, OK, WARN, Check
 from modelyard.plugins.cluster.doctor.cli import doctor_app
 from modelyard.serve.settings import Settings, load_settings
-from tests.serve.live import modelyard, running
+from tests.serve.live import LiveServer, modelyard
 
 
 def settings(tmp_path: Path, **given: Any) -> Settings:
@@ -198,11 +198,9 @@ def test_an_address_of_another_machine_is_said(tmp_path: Path) -> None:
     assert (check.status, check.advice) == (WARN, "give another --host")
 
 
-def test_ports_of_the_own_server_are_no_trouble(tmp_path: Path) -> None:
-    (tmp_path / "store").mkdir()
-    with running(tmp_path / "state", tmp_path / "store") as server:
-        port = int(server.about["inference"].rpartition(":")[2])
-        given = settings(tmp_path, port=port, management_port=0, metrics_port=0)
-        check = next(doctor.check_ports(given))
+def test_ports_of_the_own_server_are_no_trouble(shared_server: LiveServer) -> None:
+    _, port = shared_server.address
+    given = settings(shared_server.state_dir.parent, port=port, management_port=0, metrics_port=0)
+    check = next(doctor.check_ports(given))
     assert check.status == OK
-    assert f"the server of this state folder, pid {server.pid}" in check.found
+    assert f"the server of this state folder, pid {shared_server.pid}" in check.found

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 import httpx
@@ -63,7 +63,7 @@ def start_options(folder: Path, **settings: object) -> str:
 
 @pytest.fixture(scope="module")
 def server(digits_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    """A server that remembers, inputs too."""
+    """A server that remembers, inputs too; what only some nights ask for has no worker yet."""
     folder = tmp_path_factory.mktemp("incidents")
     store = folder / "store"
     store.mkdir()
@@ -71,7 +71,7 @@ def server(digits_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
         (store / f"{name}.mar").symlink_to(digits_store / f"{name}.mar")
     write_mixes(folder, store)
     option = start_options(folder, incident_inputs=True)
-    with running(folder / "state", store, option, "--models=ALL") as server:
+    with running(folder / "state", store, option, "--models=onnx,mixes") as server:
         yield server
 
 
@@ -124,8 +124,8 @@ def replay(server: LiveServer, *documents: Document, folder: Path) -> list[Docum
     return replay_incidents(incidents, None, server.store)
 
 
-def check_replayed(server: LiveServer, count: int, folder: Path, *formats: str) -> int:
-    """Ask for answers, one to sixteen at a time, and replay each; return how many had company."""
+def ask_many(server: LiveServer, count: int, *formats: str) -> dict[str, httpx.Response]:
+    """Ask for answers, one to sixteen at a time; return them by their ids."""
     draw = random.Random(0)
     answers: dict[str, httpx.Response] = {}
     while (done := len(answers)) < count:
@@ -133,8 +133,13 @@ def check_replayed(server: LiveServer, count: int, folder: Path, *formats: str) 
         draws = [random.Random(draw.random()) for _ in numbers]
         with ThreadPoolExecutor(draw.choice((16, 8, 3, 1))) as threads:
             answers |= threads.map(partial(ask_digits, server, formats), numbers, draws)
-    documents = [fetch(server, id) for id in answers]
-    outcomes = replay(server, *documents, folder=folder)
+    return answers
+
+
+def check_replayed(
+    answers: dict[str, httpx.Response], documents: list[Document], outcomes: list[Document]
+) -> int:
+    """Check that each answer was given again; return how many had company in their batch."""
     wrong = [
         (document["model"], each)
         for document, each in zip(documents, outcomes, strict=True)
@@ -144,12 +149,38 @@ def check_replayed(server: LiveServer, count: int, folder: Path, *formats: str) 
         own = document["batch"][document["place"]]
         body = answers[document["id"]].content
         assert own["answer_sha256"] == hashlib.sha256(body).hexdigest()
-    assert wrong == [], f"{len(wrong)} of {count} differ"
+    assert wrong == [], f"{len(wrong)} of {len(documents)} differ"
     return sum(len(document["batch"]) > 1 for document in documents)
 
 
-def test_answers_are_given_again_bit_for_bit(server: LiveServer, tmp_path: Path) -> None:
-    assert check_replayed(server, 20, tmp_path, "pt2") > 5
+class Replayed(NamedTuple):
+    """Answers, their documents and outcomes; and outcomes by machine and size of the numbers."""
+
+    answers: dict[str, httpx.Response]
+    documents: list[Document]
+    outcomes: list[Document]
+    elsewhere: dict[tuple[str, float], Document]
+
+
+@pytest.fixture(scope="module")
+def replayed(server: LiveServer, tmp_path_factory: pytest.TempPathFactory) -> Replayed:
+    """Replay answers, and one as another machine gave it, or so many times as large.
+
+    All at once: those of a machine have one process, which imports for seconds. Explanations are
+    made by the twin, a .pt2.
+    """
+    answers = ask_many(server, 20, "onnx")
+    documents = [fetch(server, id) for id in answers]
+    said = said_elsewhere(server)
+    folder = tmp_path_factory.mktemp("replayed")
+    outcomes = replay(server, *documents, *said.values(), folder=folder)
+    count = len(documents)
+    found = dict(zip(said, outcomes[count:], strict=True))
+    return Replayed(answers, documents, outcomes[:count], found)
+
+
+def test_answers_are_given_again_bit_for_bit(replayed: Replayed) -> None:
+    assert check_replayed(replayed.answers, replayed.documents, replayed.outcomes) > 5
 
 
 @pytest.mark.nightly
@@ -157,16 +188,20 @@ def test_answers_are_given_again_bit_for_bit(server: LiveServer, tmp_path: Path)
 def test_a_thousand_of_a_thousand_answers_are_given_again(
     server: LiveServer, tmp_path: Path
 ) -> None:
-    assert check_replayed(server, 1000, tmp_path, *FILES) > 100
+    server.register_all("pt2", "torchscript")
+    answers = ask_many(server, 1000, *FILES)
+    documents = [fetch(server, id) for id in answers]
+    outcomes = replay(server, *documents, folder=tmp_path)
+    assert check_replayed(answers, documents, outcomes) > 100
 
 
 def test_an_incident_says_what_led_to_an_answer(server: LiveServer) -> None:
     scan = (DIGITS / "scans" / "7.png").read_bytes()
     query = {"method": "gradient_shap", "seed": "5", "n_samples": "10"}
-    answer = server.client.post("/explanations/pt2", params=query, content=scan)
+    answer = server.client.post("/explanations/onnx", params=query, content=scan)
     found = fetch(server, answer.headers["x-request-id"])
-    digest = server.describe("pt2")["digest"]
-    assert found["model"] == {"name": "pt2", "version": "1.0", "archive_sha256": digest}
+    digest = server.describe("onnx")["digest"]
+    assert found["model"] == {"name": "onnx", "version": "1.0", "archive_sha256": digest}
     own = found["batch"][found["place"]]
     assert (own["kind"], own["seed"], own["status"], own["body_bytes"]) == (
         "explain", 5, 200, len(scan),
@@ -314,9 +349,9 @@ def is_accepted(server: LiveServer, document: Document, folder: Path) -> bool:
      ("another", 1 + 1e-7, "within"), ("another", 1.1, "differs")],
 )  # fmt: skip
 def test_a_bit_counts_on_this_machine_and_the_tolerance_elsewhere(
-    elsewhere: dict[tuple[str, float], Document], cpu: str, times: float, verdict: str
+    replayed: Replayed, cpu: str, times: float, verdict: str
 ) -> None:
-    found = elsewhere[cpu, times]
+    found = replayed.elsewhere[cpu, times]
     assert found["verdict"] == verdict, found
     if not cpu:
         assert (found["elsewhere"], found["parity"]) == ([], None)
@@ -325,11 +360,8 @@ def test_a_bit_counts_on_this_machine_and_the_tolerance_elsewhere(
     assert found["parity"], "artifact and twin were compared here"
 
 
-@pytest.fixture(scope="module")
-def elsewhere(
-    server: LiveServer, tmp_path_factory: pytest.TempPathFactory
-) -> dict[tuple[str, float], Document]:
-    """Return what is said where another machine gave answers that were so many times as large."""
+def said_elsewhere(server: LiveServer) -> dict[tuple[str, float], Document]:
+    """Return an answer as this or another machine gave it, and as so many times as large."""
     scan = (DIGITS / "scans" / "7.png").read_bytes()
     answer = server.predict("onnx", scan)
     document = fetch(server, answer.headers["x-request-id"])
@@ -343,8 +375,7 @@ def elsewhere(
                 {**document, "machine": machine},
                 answer=b64encode(body).decode(), answer_sha256=hashlib.sha256(body).hexdigest(),
             )  # fmt: skip
-    found = replay(server, *said.values(), folder=tmp_path_factory.mktemp("elsewhere"))
-    return dict(zip(said, found, strict=True))
+    return said
 
 
 # -- bounds, ids, and what is not kept -----------------------------------------------------------
@@ -365,7 +396,7 @@ def ask(server: LiveServer, id: str, body: str = "hello") -> httpx.Response:
 
 
 def test_a_flood_of_ids_leaves_the_latest_alone(bounded: LiveServer) -> None:
-    ids = [f"flood-{number}" for number in range(500)]
+    ids = [f"flood-{number}" for number in range(100)]
     with ThreadPoolExecutor(16) as threads:
         for answer in threads.map(partial(ask, bounded), ids):
             assert answer.status_code == 200
@@ -373,7 +404,7 @@ def test_a_flood_of_ids_leaves_the_latest_alone(bounded: LiveServer) -> None:
     assert bounded.metric("modelyard_incident_bytes") < 20 * 2000
     found = [bounded.management.get(f"/incidents/{id}").status_code for id in ids]
     assert 0 < found.count(200) <= 20
-    assert found.count(404) == 500 - found.count(200)
+    assert found.count(404) == 100 - found.count(200)
 
 
 def test_an_id_that_was_sent_twice_names_both_answers(bounded: LiveServer) -> None:
@@ -409,9 +440,9 @@ def test_an_id_that_is_none_is_replaced(bounded: LiveServer, id: str) -> None:
 def test_only_operators_read_incidents(bounded: LiveServer) -> None:
     ask(bounded, "secret")
     url = f"{bounded.about['management']}/incidents/secret"
-    assert httpx.get(url).status_code == 401
+    assert httpx.get(url, verify=False).status_code == 401
     inference = {"Authorization": f"Bearer {bounded.inference_token}"}
-    assert httpx.get(url, headers=inference).status_code in (401, 403)
+    assert httpx.get(url, headers=inference, verify=False).status_code in (401, 403)
     assert bounded.client.get("/incidents/secret").status_code == 404
 
 

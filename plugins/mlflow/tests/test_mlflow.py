@@ -273,21 +273,21 @@ def server(
 
 def test_invocations_reach_the_named_model_in_mlflows_form(server: LiveServer) -> None:
     rows = np.random.default_rng(7).random((20, 1, 8, 8)).round(3)  # in three calls of the model
-    base, given = server.about["inference"], {"inputs": rows.tolist()}
-    url = f"{base}/invocations"
-    missing = httpx.post(url, json=given)
+    ask, given = server.client.post, {"inputs": rows.tolist()}
+    url = "/invocations"
+    missing = ask(url, json=given)
     assert missing.status_code == 404
     assert missing.json()["error_code"] == "RESOURCE_DOES_NOT_EXIST"
     server.register_all("digits.mar", initial_workers=1)
-    found = httpx.post(url, json=given)
+    found = ask(url, json=given)
     assert found.status_code == 200
-    alone = [httpx.post(url, json={"instances": [row]}).json() for row in rows[[0, 19]].tolist()]
+    alone = [ask(url, json={"instances": [row]}).json() for row in rows[[0, 19]].tolist()]
     each = [answer["predictions"][0] for answer in alone]
     np.testing.assert_allclose([found.json()["predictions"][at] for at in (0, 19)], each, atol=1e-5)
-    same = httpx.post(f"{base}/predictions/digits", json=given)
+    same = ask("/predictions/digits", json=given)
     assert same.json() == found.json()
     tensor = {"name": "image", "shape": [1, 1, 8, 8], "datatype": "FP32", "data": rows[0].tolist()}
-    named = httpx.post(f"{base}/v2/models/digits/infer", json={"inputs": [tensor]})
+    named = ask("/v2/models/digits/infer", json={"inputs": [tensor]})
     np.testing.assert_allclose(named.json()["outputs"][0]["data"], each[0], atol=1e-5)
     for body, kind, status in (
         (b"{", "application/json", 400),
@@ -295,12 +295,12 @@ def test_invocations_reach_the_named_model_in_mlflows_form(server: LiveServer) -
         (b'{"inputs": [[1]], "params": {"a": 1}}', "application/json", 400),
         (b"1", "text/x", 415),
     ):
-        wrong = httpx.post(url, content=body, headers={"content-type": kind})
+        wrong = ask(url, content=body, headers={"content-type": kind})
         assert wrong.status_code == status
         if status == 400:
             assert wrong.json().keys() == {"error_code", "message"}
             assert wrong.json()["error_code"] == "BAD_REQUEST"
-    probes = [httpx.get(f"{base}/{path}") for path in ("ping", "health", "version")]
+    probes = [server.client.get(f"/{path}") for path in ("ping", "health", "version")]
     assert [each.status_code for each in probes] == [200, 200, 200]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 
 import httpx
 import pytest
@@ -34,9 +35,9 @@ class Loans(nn.Module):
 def server(shared_server: LiveServer, tmp_path_factory: pytest.TempPathFactory) -> LiveServer:
     """Serve a table whose rows all come from the same reasons, and a handler that obeys."""
     folder = tmp_path_factory.mktemp("drift")
-    batch = ({0: torch.export.Dim("batch", min=1, max=8)},)
-    program = torch.export.export(Loans(), (torch.rand(3, 3),), dynamic_shapes=batch)
-    torch.export.save(program, folder / "loans.pt2")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"`torch\.jit\.", DeprecationWarning)
+        torch.jit.script(Loans()).save(folder / "loans.pt")
     (folder / "weights.bin").write_bytes(b"none")
     (folder / "rows.json").write_text(json.dumps(ROWS * REPEATED))
     (folder / "features.json").write_text(
@@ -47,7 +48,7 @@ def server(shared_server: LiveServer, tmp_path_factory: pytest.TempPathFactory) 
     write_archive(
         "loans",
         version="1.0",
-        artifact=folder / "loans.pt2",
+        artifact=folder / "loans.pt",
         handler="tabular",
         extra_files=[folder / "features.json"],
         config_file=config,

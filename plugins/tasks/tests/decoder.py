@@ -7,10 +7,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from tests.shared import made_once
+
 END = "<|end|>"
+PLACES = 512
+"""Of the decoder that modules share."""
 
 
 def build_tokenizer() -> Tokenizer:
@@ -38,6 +43,14 @@ def build_decoder(places: int) -> Any:
         # Their logits are 0, which is never the largest.
         model.transformer.wte.weight[94:] = 0
     return model
+
+
+def decoder_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of that decoder, written once in a test run: leave it as it is."""
+    with made_once(tmp_path_factory, "decoder") as (folder, is_empty):
+        if is_empty:
+            write_decoder(build_decoder(PLACES), folder)
+    return folder
 
 
 def write_decoder(model: Any, folder: Path) -> None:

@@ -218,9 +218,10 @@ def test_without_consent_no_row_is_packed(files: Path, tmp_path: Path) -> None:
     assert not [name for name in names if "explain" in name]
 
 
-def test_a_certificate_needs_the_dry_run(files: Path, tmp_path: Path) -> None:
+def test_a_certificate_needs_the_dry_run(table: Network, tmp_path: Path) -> None:
+    folder = Path(table.requests[0]["file"]).parent
     with pytest.raises(CannotArchive, match="--certificate is measured in the dry run"):
-        archive(files, certificate=True, dry_run=False, output_dir=tmp_path)
+        archive(folder, certificate=True, dry_run=False, output_dir=tmp_path)
 
 
 # -- the whole gallery -----------------------------------------------------------------------------

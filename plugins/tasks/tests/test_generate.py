@@ -15,10 +15,11 @@ from tokenizers import Tokenizer, models
 from modelyard.archiver.signature import parse_inputs
 from modelyard.handlers import BadInput, Context, Generate, LoadError
 from modelyard.plugins.tasks.sampling import Continuation, choose, read_request
-from plugins.tasks.tests.decoder import build_decoder, build_tokenizer, write_decoder
+from plugins.tasks.tests.decoder import PLACES, build_decoder, build_tokenizer, decoder_folder
+from tests.handlers.folders import lightened
 
-PLACES = 48
 PROMPTS = ("once", "upon a time there was a", "é")
+LONG = "x" * (PLACES - 8)
 
 Make = Callable[..., Generate]
 
@@ -29,16 +30,14 @@ def model() -> Any:
 
 
 @pytest.fixture(scope="module")
-def folder(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return what lies in the archive, as an export writes it."""
-    folder = tmp_path_factory.mktemp("generate")
-    write_decoder(model, folder)
-    return folder
+    return decoder_folder(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
 def make(folder: Path) -> Make:
-    def make(config: dict[str, Any] | None = None) -> Generate:
+    def make(config: dict[str, Any] | None = None, folder: Path = folder) -> Generate:
         report = json.loads((folder / "model.pt2.report.json").read_text())
         manifest = {
             "model": {"modelName": "story", "serializedFile": "model.pt2"},
@@ -151,7 +150,9 @@ def test_who_leaves_takes_no_step_more(handler: Generate, calls: list[int]) -> N
     assert [(part.request, part.value) for part in parts] == [(2, expected)]
 
 
-def test_a_text_ends_where_the_checkpoint_or_the_setting_says(make: Make, model: Any) -> None:
+def test_a_text_ends_where_the_checkpoint_or_the_setting_says(
+    handler: Generate, make: Make, model: Any
+) -> None:
     tokens = greedy(model, "b", 8)
     end = tokens[4]
     text = build_tokenizer().id_to_token(end)
@@ -159,7 +160,7 @@ def test_a_text_ends_where_the_checkpoint_or_the_setting_says(make: Make, model:
     first = tokens.index(end)
     assert (found["finish_reason"], found["tokens"]) == ("end", first)
     assert found["text"] == text_of(tokens[:first])
-    assert make().end_tokens == {256}
+    assert handler.end_tokens == {256}
 
 
 def test_a_stop_ends_the_text_before_it(handler: Generate, model: Any) -> None:
@@ -259,13 +260,13 @@ def test_words_are_joined_to_the_prompt_as_the_tokenizer_joins_them() -> None:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({"prompt": "x" * PLACES}, f"48 tokens, and this model has {PLACES} places"),
-        ({"prompt": "x" * 40, "max_new_tokens": 9}, "expected 8 at most"),
+        ({"prompt": "x" * PLACES}, f"{PLACES} tokens, and this model has {PLACES} places"),
+        ({"prompt": LONG, "max_new_tokens": 9}, "expected 8 at most"),
         ({"prompt": ""}, "prompt is '';"),
         ({}, 'holds no "prompt"'),
         ([1], "the body is a list; expected text"),
         ({"inputs": "x", "parameters": {"n": 2}}, "n is unknown; expected some of prompt"),
-        ({"inputs": "x" * 40, "parameters": {"max_new_tokens": 9}}, "expected 8 at most"),
+        ({"inputs": LONG, "parameters": {"max_new_tokens": 9}}, "expected 8 at most"),
         ({"prompt": "x", "n": 2}, "n is unknown; expected some of prompt"),
         ({"prompt": "x", "max_new_tokens": 0}, "max_new_tokens is 0; expected a whole number"),
         ({"prompt": "x", "max_new_tokens": True}, "max_new_tokens is True"),
@@ -287,9 +288,9 @@ def test_what_cannot_be_used_is_refused_by_its_field(
 
 
 def test_an_answer_ends_with_the_models_places(handler: Generate, model: Any) -> None:
-    (found,) = answer(handler, "x" * 40)
+    (found,) = answer(handler, LONG)
     assert (found["tokens"], found["finish_reason"]) == (8, "length")
-    assert found["text"] == text_of(greedy(model, "x" * 40, 8))
+    assert found["text"] == text_of(greedy(model, LONG, 8))
 
 
 def test_text_json_and_bytes_are_prompts(handler: Generate) -> None:
@@ -307,8 +308,7 @@ def test_a_text_is_not_explained(handler: Generate) -> None:
         handler.explain([], handler.context)
 
 
-def test_a_step_that_fails_leaves_the_handler_empty(make: Make) -> None:
-    handler = make()
+def test_a_step_that_fails_leaves_the_handler_empty(handler: Generate) -> None:
     run = handler._decoder._run
 
     def fail(*inputs: Any) -> Any:
@@ -324,10 +324,11 @@ def test_a_step_that_fails_leaves_the_handler_empty(make: Make) -> None:
     assert answer(handler, "ab")[0]["tokens"] > 0
 
 
-def test_a_token_that_the_model_does_not_take_is_refused(make: Make) -> None:
-    handler = make()
+def test_a_token_that_the_model_does_not_take_is_refused(
+    handler: Generate, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (stated,) = parse_inputs(["input_ids:int64[batch,length]<110"]).inputs
-    handler.inputs = (stated, *handler.inputs[1:])
+    monkeypatch.setattr(handler, "inputs", (stated, *handler.inputs[1:]))
     assert answer(handler, "once")[0]["tokens"] > 0
     with pytest.raises(BadInput, match=r'"input_ids" holds 220; expected values =0\.\.109, as t'):
         answer(handler, "once upon")
@@ -344,10 +345,10 @@ def test_a_token_that_the_model_does_not_take_is_refused(make: Make) -> None:
     ],
 )
 def test_settings_that_cannot_be_used_are_refused(
-    make: Make, config: dict[str, Any], message: str
+    make: Make, folder: Path, tmp_path: Path, config: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(LoadError, match=re.escape(message)):
-        make(config)
+        make(config, lightened(folder, tmp_path))
 
 
 def test_other_artifacts_are_refused(make_context: Callable[..., Context]) -> None:

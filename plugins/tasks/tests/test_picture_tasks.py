@@ -28,7 +28,16 @@ from modelyard.handlers import (
     ObjectDetector,
 )
 from plugins.tasks.tests.test_text_tasks import tokenizer_of
-from tests.handlers.folders import Tensors, ask, copied, explain, load, loaded, save_program
+from tests.handlers.folders import (
+    Tensors,
+    ask,
+    copied,
+    explain,
+    lightened,
+    load,
+    loaded,
+    save_program,
+)
 from tests.handlers.test_pictures import noise, png
 
 PNG = {"accept": "image/png"}
@@ -194,10 +203,10 @@ def test_boxes_that_come_ready_are_in_pixels_of_the_input(tmp_path: Path) -> Non
     ids=["crop", "crop of masks", "threshold", "function", "unknown", "pooling", "output"],
 )
 def test_settings_that_cannot_be_meant_end_the_start(
-    drawn: Path, handler: Any, config: dict[str, Any], message: str
+    drawn: Path, tmp_path: Path, handler: Any, config: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(LoadError, match=message):
-        load(handler, drawn / "detector", config=config)
+        load(handler, lightened(drawn / "detector", tmp_path), config=config)
 
 
 def run_lengths(mask: np.ndarray) -> list[int]:

@@ -14,22 +14,22 @@ import pytest
 
 from modelyard.archiver import write_archive
 from modelyard.plugins.grpc.protos import message
-from plugins.tasks.tests.decoder import build_decoder, write_decoder
+from plugins.tasks.tests.decoder import decoder_folder
 from tests.serve.live import SOURCES, LiveServer, make_notes_folder, poll
 
-PLACES = 512
 BODY: dict[str, Any] = {"prompt": "é", "max_new_tokens": 24}
 
 
 @pytest.fixture(scope="module")
 def folder() -> Path:
-    folder = make_notes_folder()
-    write_decoder(build_decoder(PLACES), folder)
-    return folder
+    return make_notes_folder()
 
 
 @pytest.fixture(scope="module")
-def server(shared_server: LiveServer, folder: Path) -> LiveServer:
+def server(
+    shared_server: LiveServer, folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> LiveServer:
+    program = decoder_folder(tmp_path_factory)
     settings = "minWorkers: 1\nbatchSize: 2\n"
     for name, handler, config in (
         ("story", "generate", settings),
@@ -44,10 +44,10 @@ def server(shared_server: LiveServer, folder: Path) -> LiveServer:
         write_archive(
             name,
             version="1.0",
-            artifact=folder / "model.pt2",
+            artifact=program / "model.pt2",
             handler=handler,
             output_dir=shared_server.store,
-            extra_files=[folder / "tokenizer.json"],
+            extra_files=[program / "tokenizer.json"],
             config_file=file,
         )
     shared_server.register_all("story", "gated_story")

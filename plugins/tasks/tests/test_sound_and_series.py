@@ -25,7 +25,7 @@ from modelyard.handlers import (
 )
 from modelyard.plugins.tasks.audio_handler import AudioHandler, decode_sound, read_alphabet
 from tests.answer_schema import wrong_in
-from tests.handlers.folders import ask, copied, explain, load, save_program
+from tests.handlers.folders import ask, copied, explain, lightened, load, save_program
 
 AUDIO = {"audio": {"rate": sounds.RATE, "seconds": 10}}
 RANDOM = np.random.default_rng(9)
@@ -217,11 +217,11 @@ def test_a_letter_is_explained_by_its_frame(trained: Path) -> None:
     ids=["blank", "rate", "normalize", "unknown"],
 )
 def test_a_wrong_setting_of_sounds_ends_the_start(
-    trained: Path, handler: Any, section: dict[str, Any], message: str
+    trained: Path, tmp_path: Path, handler: Any, section: dict[str, Any], message: str
 ) -> None:
     name = "speller" if handler is SpeechRecognizer else "tone"
     with pytest.raises(LoadError, match=message):
-        load(handler, trained / name, config={"audio": section})
+        load(handler, lightened(trained / name, tmp_path), config={"audio": section})
 
 
 def test_a_processor_that_makes_spectrograms_is_refused(trained: Path, tmp_path: Path) -> None:

@@ -22,7 +22,16 @@ from modelyard.handlers import (
     TokenClassifier,
 )
 from modelyard.serve.worker.load import _text_entry
-from tests.handlers.folders import Tensors, ask, copied, explain, load, loaded, save_program
+from tests.handlers.folders import (
+    Tensors,
+    ask,
+    copied,
+    explain,
+    lightened,
+    load,
+    loaded,
+    save_program,
+)
 
 SENTENCE = "Anna lives in New York and Dmitri went to San Marino, today!"
 OUTPUTS = {
@@ -150,12 +159,14 @@ def test_a_model_that_measures_gives_a_number(folders: dict[str, Path], tmp_path
 
 
 @pytest.mark.parametrize("aggregation", ["none", "simple", "first", "average", "max"])
-def test_entities_are_those_of_the_pipeline(folders: dict[str, Path], aggregation: str) -> None:
+def test_entities_are_those_of_the_pipeline(
+    folders: dict[str, Path], tmp_path: Path, aggregation: str
+) -> None:
     folder = folders["entities"]
     texts = [SENTENCE, "lagos", "Brunhilde Xi!"]
-    handler = load(
-        TokenClassifier, folder, config={"text": {"aggregation": aggregation}}, batch_size=3
-    )
+    settings = {"text": {"aggregation": aggregation}}
+    handler = load(TokenClassifier, lightened(folder, tmp_path), config=settings, batch_size=3)
+    handler.model = loaded(TokenClassifier, folder).model
     expected = piped("token-classification", "entities", folder, *texts,
                      aggregation_strategy=aggregation)  # fmt: skip
     for text, answer, wanted in zip(texts, ask(handler, *texts), expected, strict=True):
@@ -392,8 +403,8 @@ def test_a_text_without_a_gap_is_refused(folders: dict[str, Path]) -> None:
     ids=["aggregation", "longest answer", "mask", "of another handler"],
 )
 def test_a_wrong_setting_ends_the_start(
-    folders: dict[str, Path], handler: Any, section: dict[str, Any], message: str
+    folders: dict[str, Path], tmp_path: Path, handler: Any, section: dict[str, Any], message: str
 ) -> None:
     task = {TokenClassifier: "entities", QuestionAnswering: "answers", FillMask: "gaps"}[handler]
     with pytest.raises(LoadError, match=message):
-        load(handler, folders[task], config={"text": section})
+        load(handler, lightened(folders[task], tmp_path), config={"text": section})

@@ -121,7 +121,9 @@ def drawn_trees(random: np.random.Generator, width: int, **others: Any) -> onnx.
 GROUPS = torch.tensor([0, 1, 1, 2, 3])
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in (4, 5))]
+)
 @pytest.mark.parametrize("groups", [None, GROUPS], ids=["columns", "groups"])
 def test_values_are_those_of_the_definition(
     seed: int, groups: torch.Tensor | None, tmp_path: Path

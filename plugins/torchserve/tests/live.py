@@ -91,7 +91,7 @@ class Home:
 
     def client(self, api: str = "inference") -> httpx.Client:
         """Return a client of one API."""
-        return httpx.Client(base_url=self.about[api], timeout=TIMEOUT_S)
+        return httpx.Client(base_url=self.about[api], timeout=TIMEOUT_S, verify=False)
 
     def get(self, path: str, api: str = "management") -> httpx.Response:
         """Ask once."""

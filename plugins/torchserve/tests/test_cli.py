@@ -126,7 +126,11 @@ def test_another_process_is_never_taken_for_the_server(home: Home, content: str)
         ("model_store=$$NO$$", "Invalid configuration: Invalid Environment Variable NO"),
     ],
 )
-@pytest.mark.parametrize("attached", [[], ["--foreground"]], ids=["background", "foreground"])
+@pytest.mark.parametrize(
+    "attached",
+    [[], pytest.param(["--foreground"], marks=pytest.mark.nightly)],
+    ids=["background", "foreground"],
+)
 def test_a_wrong_configuration_exits_1(
     home: Home, properties: str, reason: str, attached: list[str]
 ) -> None:
@@ -193,9 +197,10 @@ def test_start_serve_and_stop(home: Home, store: Path) -> None:
 @pytest.mark.parametrize(
     ("models", "missing", "attached"),
     [
-        ("ehco", "ehco", []),
+        # By day a bare name is missed in an empty store, below.
+        pytest.param("ehco", "ehco", [], marks=pytest.mark.nightly),
         ("echo.mar,absent.mar", "absent.mar", ["--foreground"]),
-        ("x=ehco.mar", "ehco.mar", []),
+        pytest.param("x=ehco.mar", "ehco.mar", [], marks=pytest.mark.nightly),
     ],
 )
 def test_a_model_that_is_not_in_the_store_ends_the_start(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,11 +18,10 @@ NAMES = Path(__file__).parent / "archives" / "names"
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    folder = tmp_path_factory.mktemp("sealed")
-    build_archive(folder / "store", str(NAMES), name="names")
-    with running(folder / "state", folder / "store", "--workers=1", "--models=names") as server:
-        yield server
+def server(shared_server: LiveServer) -> LiveServer:
+    build_archive(shared_server.store, str(NAMES), name="names", config="minWorkers: 1\n")
+    shared_server.register_all("names.mar")
+    return shared_server
 
 
 def test_a_handler_written_for_torchserve_runs_unchanged(server: LiveServer) -> None:

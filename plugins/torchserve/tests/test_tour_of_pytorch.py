@@ -17,6 +17,8 @@ import pytest
 import torch
 from torch.utils import cmake_prefix_path
 
+from tests.shared import DIGITS
+
 TOUR = Path(__file__).with_name("tour_of_pytorch")
 BIN = Path(sys.executable).parent
 ENVIRONMENT = {
@@ -24,20 +26,25 @@ ENVIRONMENT = {
     "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
     "OMP_NUM_THREADS": "1",
 }
+LIGHTNING = "train_lightning.py"
 APIS = ("inference", "management", "metrics")
 needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="the trip asks with curl")
 missing = [tool for tool in ("cmake", "c++", "make") if shutil.which(tool) is None]
 needs_compiler = pytest.mark.skipif(bool(missing), reason=f"no {', '.join(missing)} here")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(
+    scope="module", params=["train.py", pytest.param(LIGHTNING, marks=pytest.mark.nightly)]
+)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Walk the trip once; return the folder where it was walked.
 
-    Its text is the document's but for the port of the two calls.
+    Its text is the document's but for the port of the two calls, and for who trains: to import
+    Lightning takes longer than all the rest.
     """
     folder = tmp_path_factory.mktemp("tour")
     shutil.copytree(TOUR, folder, dirs_exist_ok=True)
+    shutil.copytree(DIGITS / "scans", folder / "scans")
     (folder / "temp").mkdir()
     ports = free_ports(3)
     pairs = zip(APIS, ports, strict=True)
@@ -46,7 +53,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
              "default_workers_per_model=1\n"]  # fmt: skip
     (folder / "ports.properties").write_text("".join(lines))
     text = (TOUR / "trip.sh").read_text()
-    (folder / "trip.sh").write_text(text.replace("localhost:8080", f"localhost:{ports[0]}"))
+    text = text.replace("localhost:8080", f"localhost:{ports[0]}")
+    (folder / "trip.sh").write_text(text.replace("python train.py", f"python {request.param}"))
     environment = {
         **ENVIRONMENT,
         "TS_CONFIG_FILE": str(folder / "ports.properties"),
@@ -98,6 +106,7 @@ def test_the_explanation_has_a_value_for_each_pixel(folder: Path) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("folder", [LIGHTNING], indirect=True)
 @needs_curl
 def test_the_checkpoint_is_exported_in_every_format(folder: Path) -> None:
     run("export.sh", folder, ENVIRONMENT)
@@ -111,6 +120,7 @@ def test_the_checkpoint_is_exported_in_every_format(folder: Path) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("folder", [LIGHTNING], indirect=True)
 @needs_curl
 @needs_compiler
 def test_the_torchscript_file_runs_in_cpp_with_the_same_numbers(folder: Path) -> None:

@@ -67,7 +67,7 @@ def test_a_server_ends_with_its_replica(settings: Settings) -> None:
     with start_replica(settings) as replica:
         assert replica.stdout is not None
         about = json.loads(replica.stdout.readline())
-        assert httpx.post(f"{about['inference']}/predictions/echo").status_code == 200
+        assert httpx.post(f"{about['inference']}/predictions/echo", verify=False).status_code == 200
         replica.kill()
         poll(lambda: not is_alive(about["pid"]), "the server ends with the replica")
 

@@ -48,6 +48,7 @@ def test_cells_lose_no_request_when_a_server_dies_or_the_archive_changes(events:
                 "RAY_TMPDIR": folder,
                 "PYTHONPATH": str(REPO),
                 "RAY_raylet_start_wait_time_s": "240",  # on a machine with other work
+                "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",  # 0.1 keeps a core busy by a tenth
             },
             capture_output=True,
             text=True,

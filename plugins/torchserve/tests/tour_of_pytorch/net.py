@@ -1,8 +1,5 @@
-"""The tour's digit classifier, plain and as LightningModule: 1 x 28 x 28, ten classes."""
+"""The tour's digit classifier: 1 x 28 x 28, ten classes."""
 
-import pytorch_lightning as pl
-import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 
@@ -15,24 +12,6 @@ class CNN(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.cnn(x)  # type: ignore[no-any-return]
-
-
-class CNNModel(pl.LightningModule):
-    """The same with its training."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cnn = layers()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.cnn(x)  # type: ignore[no-any-return]
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        x, y = batch
-        return F.nll_loss(self.cnn(x), y)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=0.002)
 
 
 def layers() -> nn.Sequential:

@@ -1,6 +1,7 @@
 #!/bin/sh
 # A tour of PyTorch, as the document writes it: train, archive, serve, ask, stop. Runs in a folder
-# with net.py, train.py and handler.py; the tests give the server other ports by TS_CONFIG_FILE.
+# with net.py, train.py, scans and handler.py; the tests give the server other ports by TS_CONFIG_FILE, and
+# at night train with Lightning, by train_lightning.py.
 set -eu
 
 python train.py
