@@ -484,9 +484,6 @@ class Untried(asyncio.Transport):
         """Note that the client has its last answer."""
         self.is_over = True
 
-    def pause_reading(self) -> None:
-        """Do nothing: nothing is read here."""
-
 
 class Connection(asyncio.Protocol):
     """One client connection.
@@ -571,7 +568,7 @@ class Connection(asyncio.Protocol):
             Whether all is over; else nothing has happened, and a new connection has to take it.
         """
         self.transport = untried = Untried(self._socket)
-        self.client = client
+        self._is_reading_paused, self.client = True, client
         head, _ = find_known(self.heads, data)
         if head is None:
             if is_flood:
@@ -757,7 +754,7 @@ class Connection(asyncio.Protocol):
         if self.phase == HEAD:
             self.head_bytes += len(data)
             if self.head_bytes > self.settings.max_header_bytes:
-                self._refuse_head()
+                self.refuse(self._head_error())
         elif reading is not None and reading is self.reading and reading.is_chunked:
             reading.framing += len(data) - (reading.received - received)
             if reading.framing > FRAMING_BYTES + reading.received // 2:
@@ -768,13 +765,11 @@ class Connection(asyncio.Protocol):
                     )
                 )
 
-    def _refuse_head(self) -> None:
+    def _head_error(self) -> errors.ServeError:
+        """Return why a head is too long."""
         if len(self.url) > TARGET_BYTES:
-            self.refuse(errors.TargetTooLong(TARGET_BYTES))
-        else:
-            self.refuse(
-                errors.HeadTooLarge(f"{self.settings.max_header_bytes} bytes (max_header_bytes)")
-            )
+            return errors.TargetTooLong(TARGET_BYTES)
+        return errors.HeadTooLarge(f"{self.settings.max_header_bytes} bytes (max_header_bytes)")
 
     def _stay(self, rest: bytes | memoryview) -> None:
         """Go on with HTTP/1.1 where a client offers to change the protocol, as RFC 9110 allows.
@@ -894,14 +889,11 @@ class Connection(asyncio.Protocol):
             raise errors.BadMessage("a Transfer-Encoding other than chunked, or under HTTP/1.0")
         if len(headers) > HEADER_COUNT:
             raise errors.HeadTooLarge(f"{HEADER_COUNT} fields")
-        if len(self.url) > TARGET_BYTES:
-            raise errors.TargetTooLong(TARGET_BYTES)
+        size = len(self.url)
         if self.head_bytes:  # it came in several pieces
-            size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in headers)
-            if size > self.settings.max_header_bytes:
-                raise errors.HeadTooLarge(
-                    f"{self.settings.max_header_bytes} bytes (max_header_bytes)"
-                )
+            size += sum(len(name) + len(value) + 4 for name, value in headers)
+        if len(self.url) > TARGET_BYTES or size > self.settings.max_header_bytes:
+            raise self._head_error()
 
     def _split_target(self) -> tuple[bytes, bytes]:
         """Return path, not decoded, and query of the target.
@@ -950,10 +942,9 @@ class Connection(asyncio.Protocol):
 
     def release(self) -> None:
         """Go on with a client that was held back."""
-        if self.transport.is_closing():
-            return
-        self._is_held = False
-        self._go_on()
+        if not self.transport.is_closing():
+            self._is_held = False
+            self._go_on()
 
     def _go_on(self) -> None:
         """Begin with the next request, or read on."""
