@@ -3,6 +3,7 @@
 import runpy
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Self
 
@@ -64,4 +65,14 @@ def _one_checker(checker: Checker) -> Iterator[None]:
     """Have exports ask that process; the commands and the trips start one for each export."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("modelyard.exporter.trip.Checker", lambda folder: checker)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _signatures_are_parsed_once() -> Iterator[None]:
+    """Have torch's converter parse its 500 functions once; it does so at each export, for 0.3 s."""
+    from onnxscript.values import TracedOnnxFunction as Traced
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Traced, "function_ir", property(cache(Traced.function_ir.fget)))
         yield
