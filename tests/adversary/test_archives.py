@@ -292,7 +292,10 @@ def test_an_altered_archive_is_caught(digits_store: Path, tmp_path: Path) -> Non
     """One that holds labels alone; one as it is passes in tests/archiver/test_proven.py."""
     with zipfile.ZipFile(digits_store / "onnx.mar") as file:
         files = {name: file.read(name) for name in file.namelist()}
-    assert _try(files, next(iter(WRONG)), tmp_path).is_caught
+    WRONG["noise 0.1"](files)
+    code, problems = verify(seal(files, tmp_path / "x.mar"))
+    assert code == 1
+    assert any(problem.startswith("parity: digits.onnx and digits.pt2: ") for problem in problems)
 
 
 @pytest.mark.nightly

@@ -363,7 +363,8 @@ def test_verify_without_running_runs_nothing(
 @pytest.mark.nightly
 def test_changed_labels_are_found(digits: Path) -> None:
     def swap(content: dict[str, bytes]) -> None:
-        content["index_to_name.json"] = b'{"7": "2", "2": "7"}'
+        names = json.loads(content["index_to_name.json"])
+        content["index_to_name.json"] = json.dumps({**names, "7": "2", "2": "7"}).encode()
 
     rewrite(digits, swap)
     code, found = verified(digits)
