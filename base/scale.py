@@ -30,6 +30,8 @@ MOST_STATED = 1024
 """Places that a report tells apart."""
 ROUNDING = 0.02
 """Share of a number's own size in its unit: 2e-6 at float32's tolerance, sixteen last places."""
+# Values whose sums are made at a time: some six copies of them are made.
+_PIECE = 1 << 20
 _ENOUGH = 4
 """Values from which a spread is known to a factor of ten, at one place of a thousand."""
 _LUCK = 10.0
@@ -73,7 +75,7 @@ class Scale:
         """Return the form that reports hold, of few places."""
         sums = np.ones_like(self.centre), self.centre, self.spread**2
         while sums[0].size > MOST_STATED:
-            sums = _pool(sums, _largest_dim(sums))
+            sums = _pool(sums, int(np.argmax(sums[0].shape)))
         count, centre, squares = sums
         return {
             "shape": list(centre.shape),
@@ -103,26 +105,30 @@ class ScaleLearner:
 
     def see(self, output: Numbers) -> None:
         """Learn from one output of one case; what is not finite teaches nothing."""
-        finite = np.isfinite(output)
-        values, old = np.where(finite, output, 0.0), self._sums
-        before = old[0].shape if old is not None else output.shape
-        sizes = zip(output.shape, before, strict=True)
+        old = self._sums
+        sizes = zip(output.shape, output.shape if old is None else old[0].shape, strict=True)
         self._pooled |= {dim for dim, (one, other) in enumerate(sizes) if one != other}
+        places = [1 if dim in self._pooled else size for dim, size in enumerate(output.shape)]
+        while math.prod(places) > MOST_PLACES:
+            self._pooled.add(dim := int(np.argmax(places)))
+            places[dim] = 1
+        self._sums = old = None if old is None else _pool(old, *self._pooled)
+        longest = max(self._pooled, key=lambda dim: output.shape[dim], default=0)
+        count = output.size // _PIECE
+        for piece in np.array_split(output, count, longest) if count else [output]:
+            new = self._sums_of(piece, old)
+            self._sums = new if self._sums is None else _merge(self._sums, new)
+        self.cases += 1
+
+    def _sums_of(self, piece: Numbers, old: "_Sums | None") -> "_Sums":
+        """Return a piece's sums; what is far from all before counts as less far."""
+        finite = np.isfinite(piece)
+        values = np.where(finite, piece, 0.0)
         if old is not None:
-            for dim in self._pooled:
-                old = _pool(old, dim)
             far = _FAR * np.sqrt(old[2] / np.maximum(old[0], 1))
             far = np.where((old[0] >= _ENOUGH) & (far > 0), far, math.inf)
             values = np.clip(values, old[1] - far, old[1] + far)
-        new = finite.astype(np.float64), values, np.zeros_like(values)
-        for dim in self._pooled:
-            new = _pool(new, dim)
-        while new[0].size > MOST_PLACES:
-            self._pooled.add(dim := _largest_dim(new))
-            new = _pool(new, dim)
-            old = None if old is None else _pool(old, dim)
-        self._sums = new if old is None else _merge(old, new)
-        self.cases += 1
+        return _pool((finite.astype(np.float64), values, np.zeros_like(values)), *self._pooled)
 
     def fits(self, output: Numbers) -> bool:
         """Return whether an output has as many dims as those before."""
@@ -173,16 +179,12 @@ def _merge(one: _Sums, other: _Sums) -> _Sums:
     return count, one[1] + apart * share, one[2] + other[2] + apart**2 * one[0] * share
 
 
-def _largest_dim(sums: _Sums) -> int:
-    return int(np.argmax(sums[0].shape))
-
-
-def _pool(sums: _Sums, dim: int) -> _Sums:
-    """Merge all positions along a dim into one."""
+def _pool(sums: _Sums, *dims: int) -> _Sums:
+    """Merge all positions along dims into one."""
     count, mean, squares = sums
-    total = count.sum(dim, keepdims=True)
-    middle = (count * mean).sum(dim, keepdims=True) / np.maximum(total, 1)
-    return total, middle, (squares + count * (mean - middle) ** 2).sum(dim, keepdims=True)
+    total = count.sum(dims, keepdims=True)
+    middle = (count * mean).sum(dims, keepdims=True) / np.maximum(total, 1)
+    return total, middle, (squares + count * (mean - middle) ** 2).sum(dims, keepdims=True)
 
 
 def over(apart: Numbers, units: Numbers) -> Numbers:

@@ -182,6 +182,7 @@ def _soak(plan: Plan, folder: Path) -> Soak:
         watch.samples,
         watch.events,
         {kind: _counts(account) for kind, account in kinds.items()},
+        sum(log.read_text().count("Traceback") for log in (folder / "state/logs").glob("server*")),
     )
 
 

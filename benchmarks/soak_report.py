@@ -108,6 +108,8 @@ class Soak:
     """Seconds, and what was done."""
     outcomes: dict[str, dict[str, Any]]
     """Kind of request → counts."""
+    tracebacks: int = 0
+    """Tracebacks in the server's log: nothing that is done here may lead to one."""
 
     @property
     def settled(self) -> list[Sample]:
@@ -132,6 +134,8 @@ class Soak:
             for kind, counts in self.outcomes.items()
             if counts["lost"] + counts["failed"]
         ]
+        if self.tracebacks:
+            found.append(f"{self.tracebacks} tracebacks in the server's log")
         if self.is_judged:
             found += [
                 f"{trend.name} went from {trend.first:.4g} to {trend.last:.4g}, "
@@ -148,6 +152,7 @@ class Soak:
             **self.about,
             "warm_up_s": self.warm_up_s,
             "outcomes": self.outcomes,
+            "tracebacks": self.tracebacks,
             "faults": self.faults(),
             "trends": [asdict(trend) for trend in trends(self.settled)],
             "events": self.events,

@@ -27,6 +27,7 @@
     ├── Unavailable           no worker can take the request now
     │   ├── QueueFull
     │   ├── QuotaUsed         the token has asked as much as it may
+    │   ├── PoisonClient      requests of the same client have just ended several workers
     │   ├── TooLate           an answer is not to be expected within the request's time
     │   └── Draining
     ├── DeadlinePassed
@@ -265,6 +266,10 @@ class TooLate(Unavailable):
 
 class QuotaUsed(Unavailable, answer=(429, "TooManyRequestsException")):
     """The token of the request has asked as much as it may for now."""
+
+
+class PoisonClient(Unavailable, answer=(429, "TooManyRequestsException")):
+    """Different requests of its client have just ended workers; the message says how many."""
 
 
 class Draining(Unavailable):

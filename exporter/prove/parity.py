@@ -359,24 +359,23 @@ def _allow_ill_conditioned(
 ) -> tuple[list[_Judged], list[IllConditioned]]:
     """Allow the cases that differ what the checkpoint's own answer moves in them, if they are such.
 
-    Where ordinary values are not, the artifact is wrong, and of the others only those are asked
-    about that would be named instead of what is wrong.
+    The one that differs most is asked about first: where it is not such, the artifact is wrong, and
+    that case is named. Of the others, which may differ more, those are left out that are such.
     """
     probes = cases.probes
     differ = {place for _, rule, measured in judged for place in rule.wrong(measured, probes)}
     by_size = sorted(
-        differ, key=lambda place: max(measured[place]["scaled"] for *_, measured in judged)
+        differ,
+        key=lambda place: max(measured[place]["scaled"] for *_, measured in judged),
+        reverse=True,
     )
     ordinary = [place for place in by_size if probes[place].kind in ORDINARY_KINDS]
-    tried = sum(probe.kind in ORDINARY_KINDS for probe in probes)
     found: list[IllConditioned] = []
-    if 2 * len(ordinary) <= tried:
-        for place in ordinary:
-            found += _ill_conditioned(judged, cases, place)
-    for place in reversed([place for place in by_size if place not in ordinary]):
-        if not (ill := _ill_conditioned(judged, cases, place)):
-            break
-        found += ill
+    for places in (ordinary, [place for place in by_size if place not in ordinary]):
+        for place in places:
+            if not (ill := _ill_conditioned(judged, cases, place)):
+                break
+            found += ill
     lenient: list[_Judged] = []
     for name, rule, measured in judged:
         allowed = {case.case: case.allowed for case in found if case.output == name}

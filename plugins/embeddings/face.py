@@ -203,7 +203,7 @@ class TextsReply(CallReply):
             first, now = self._first, monotonic()
             call = Call(
                 first.model, PREDICT, first.head, _Part(self, item[0]), first.deadline - now,
-                first.has_left, first.flags, first.must_fit, None, first.priority,
+                first.has_left, first.flags, first.must_fit, None, first.priority, first.client,
             )  # fmt: skip
             call.arrived([item[1]], now)
             first.model.batchers[PREDICT].put(call)

@@ -145,6 +145,11 @@ class Rpc:
             self.release()
             self.release = None
 
+    @property
+    def client(self) -> tuple[str, int] | None:
+        """Host and port of who sent it."""
+        return _client(self.context.peer())
+
     def is_left(self) -> bool:
         """Return whether nobody waits for the answer any more."""
         return self.has_left
@@ -338,7 +343,7 @@ class Services(grpc.GenericRpcHandler):  # type: ignore[misc]
         if self._access is not None:
             self._access(
                 Answered(
-                    _client(rpc.context.peer()), "gRPC", rpc.method.removeprefix("/"),
+                    rpc.client, "gRPC", rpc.method.removeprefix("/"),
                     rpc.code.value[0], monotonic() - rpc.began, rpc.id, rpc.sent, rpc.served,
                     rpc.trace_id or trace_id_of(rpc.headers), rpc.outcome,
                 )

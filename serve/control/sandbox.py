@@ -95,6 +95,7 @@ class Sandbox:
             writes=(*map(str, own), *map(str, self._settings.write_paths)),
             devices=self._devices,
             has_mounts=self._has_mounts,
+            hidden=str(self._settings.state_dir),
         )
         if uid is None:
             return walls

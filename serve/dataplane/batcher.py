@@ -176,12 +176,18 @@ class Batcher:
 
     def put(self, job: Call) -> None:
         """Queue a job that `check` let pass just now, unless it is known to end workers."""
-        if (poison := self.engine.poison) and (error := poison.refusal(job)) is not None:
-            self.metrics.refused_poison.inc()
-            job.fail(error)
+        if self.engine.poison and self.refuses(job):
             return
         self._queue.append(job)
         self.wake()
+
+    def refuses(self, job: Call) -> bool:
+        """Return whether a job, or its client, is known to end workers; it is answered then."""
+        if (error := self.engine.poison.refusal(job)) is None:
+            return False
+        self.metrics.refused_poison.inc()
+        job.fail(error)
+        return True
 
     def wake(self) -> None:
         """Hand over what waits at the end of this turn of the loop.

@@ -180,6 +180,18 @@ class MovableSink(ReplySink, Protocol):
         """Take the reply to another call in place of this one's, if its client named no version."""
 
 
+class Client(Protocol):
+    """Who sent a call."""
+
+    @property
+    def client(self) -> tuple[str, int] | None:
+        """Its address and port; None of a Unix socket."""
+
+    @property
+    def headers(self) -> Sequence[tuple[bytes, bytes]]:
+        """The headers of its request, names in lower case."""
+
+
 class _Nobody:
     """The sink of a call that another one was made of: it drops what it is given."""
 
@@ -228,6 +240,8 @@ class Call:
     """Trace of the request, where it is sampled."""
     priority: int = NORMAL
     """Its class."""
+    client: Client | None = None
+    """Who sent it; None where no client did."""
     parts: Sequence[Buffer] = field(init=False)
     """The body as it arrived."""
     queued_at: float = field(init=False)
@@ -288,7 +302,7 @@ class Call:
             return False
         call = Call(
             model, self.kind, self.head, sink, self.timeout_s, self.has_left, self.flags,
-            False, self.trace, self.priority,
+            False, self.trace, self.priority, self.client,
         )  # fmt: skip
         call.rows, call.parts = self.rows, self.parts
         call.queued_at, call.taken_at, call.deadline = self.queued_at, self.taken_at, self.deadline

@@ -250,7 +250,7 @@ METRICS: tuple[tuple[Any, ...], ...] = (
     (GAUGE, "requests_in_flight", KIND, "Requests that wait or are being answered now."),
     (COUNTER, "refused_requests", (*KIND, "reason"),
      "Requests refused because too many waited (full), none would be answered in its time "
-     "(deadline), or the same one had ended two workers (poison)."),
+     "(deadline), or they or others of their client had ended workers (poison)."),
     (COUNTER, "worker_restarts", MODEL, "Workers that ended unasked and were replaced."),
     (GAUGE, "ready_workers", MODEL, "Workers that can take work."),
     (COUNTER, "worker_busy_seconds", MODEL,

@@ -475,15 +475,20 @@ class Pool:
                     self._retries.append(job)
                 continue
             job.fail(worker.death)
-            strikes = job.retried + (not isinstance(worker.death, errors.WorkerKilled))
-            if is_blamed and self.poison.strike(job, strikes, worker.end):
+            is_own = not isinstance(worker.death, errors.WorkerKilled)
+            ends = is_own * (1 + job.retried)
+            if is_blamed and self.poison.strike(job, job.retried + is_own, worker.end, ends):
                 logger.error("%s: %s", self.plan.label, self.poison.refusal(job))
+                for batcher in self._batchers:
+                    for other in batcher.withdraw():
+                        batcher.put(other)  # or refuse it, now that more is known
         worker.flight.clear()
         self.pump()
 
     def _serve_retries(self) -> None:
         while self._retries:
-            if self._retries[0].sink.done():
+            first = self._retries[0]
+            if first.sink.done() or first.model.batchers[first.kind].refuses(first):
                 self._retries.popleft()
                 continue
             able = (w for w in self.workers if w.is_ready and not (w.is_alone or w.is_closing))

@@ -30,6 +30,7 @@ from modelyard.serve.dataplane.call import (
     NORMAL,
     PREDICT,
     Call,
+    Client,
     Reply,
     Stream,
     Target,
@@ -76,7 +77,7 @@ class ServerState:
     """The server is being stopped; connections close with their answer."""
 
 
-class Asked(Protocol):
+class Asked(Client, Protocol):
     """A request as its face has it, and what its end is told of it."""
 
     id: str
@@ -198,7 +199,7 @@ class Front:
             return None
         call = reply.call = Call(
             model, target.kind, reply.head(), reply, timeout_s - waited_s, asked.is_left,
-            target.flags, must_fit, trace, priority,
+            target.flags, must_fit, trace, priority, asked,
         )  # fmt: skip
         if model.answers is not None:  # whose answer is there needs no place in a queue
             call.lookup = model.answers.lookup(asked.headers)

@@ -7,6 +7,7 @@ Nothing is timed on the way of a request: the listener asks each connection now 
 """
 
 import asyncio
+import contextlib
 import logging
 import socket
 import sys
@@ -22,7 +23,7 @@ from modelyard.serve.dataplane.tracing import trace_id_of
 from modelyard.serve.dataplane.wire import Buffer, Payload
 from modelyard.serve.front.begin import BAD_NAME, BAD_VALUE, Release, Served
 from modelyard.serve.front.begin import Headers as Headers
-from modelyard.serve.http.heads import END, Again, Head, Heads, Refusal
+from modelyard.serve.http.heads import END, Again, Head, Heads
 
 if TYPE_CHECKING:
     from modelyard.serve.http.listener import Listener
@@ -283,6 +284,11 @@ class RequestResponseCycle:
                 retry_after_s=1,
             )
 
+    @property
+    def client(self) -> tuple[str, int] | None:
+        """Address and port of who sent it; None of a Unix socket."""
+        return self.connection.client
+
     def is_left(self) -> bool:
         """Return whether nobody waits for the answer any more."""
         return self.has_left
@@ -458,18 +464,28 @@ def target_of(head: Head) -> str:
     return (head.raw_path + query).decode("latin-1")
 
 
-def refuse_again(
-    head: Head, refusal: Refusal, client: tuple[str, int] | None, access: Access | None
-) -> bytes:
-    """Count one more refusal, and return its answer."""
-    refusal.again.note()
-    id = refusal.make_id(head.headers)
-    if access is not None:
-        access(
-            Answered(client, head.method, target_of(head), refusal.status, 0.0, id, refusal.size,
-                     refusal.served, trace_id_of(head.headers))
-        )  # fmt: skip
-    return id.encode().join(refusal.pieces)
+class Untried(asyncio.Transport):
+    """What stands for a transport while a client's first bytes are tried, before it has one."""
+
+    def __init__(self, accepted: socket.socket) -> None:
+        self._accepted = accepted
+        self.is_over = False
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Send an answer, or as much as the kernel takes at once."""
+        with contextlib.suppress(OSError):  # the client may have left
+            self._accepted.send(data)
+
+    def is_closing(self) -> bool:
+        """Return that nothing is waited for."""
+        return True
+
+    def close(self) -> None:
+        """Note that the client has its last answer."""
+        self.is_over = True
+
+    def pause_reading(self) -> None:
+        """Do nothing: nothing is read here."""
 
 
 class Connection(asyncio.Protocol):
@@ -544,6 +560,27 @@ class Connection(asyncio.Protocol):
             "client": self.client,
         }
 
+    def refuses_first(self, data: bytes, client: tuple[str, int] | None, is_flood: bool) -> bool:
+        """Answer what a client sent first, if it is refused and the connection then closed.
+
+        Args:
+            is_flood: whatever is refused is looked for, not only what is as the last of the same
+                head was.
+
+        Returns:
+            Whether all is over; else nothing has happened, and a new connection has to take it.
+        """
+        self.transport = untried = Untried(self._socket)
+        self.client = client
+        head, _ = find_known(self.heads, data)
+        if head is None:
+            if is_flood:
+                self._feed(data)
+        elif head.memo.refusal is not None and not head.memo.refusal.keeps_alive:
+            self.waited_s = unread_s(self._socket)
+            self._refuse_again(head)
+        return untried.is_over
+
     def connection_lost(self, exc: Exception | None) -> None:
         """Notify who waits for this client."""
         self._listener.connections.discard(self)
@@ -552,6 +589,7 @@ class Connection(asyncio.Protocol):
             if cycle is not None:
                 cycle.leave()
                 cycle.log(cycle.status)
+        self.answering = self.reading = None  # they hold this one
         self._queue.clear()
         self.resume_writing()
         self._listener.resume()
@@ -671,7 +709,14 @@ class Connection(asyncio.Protocol):
         refusal = head.find_refusal(self.waited_s)
         if refusal is None or self.writable is not None:
             return False
-        answer = refuse_again(head, refusal, self.client, self.access)
+        refusal.again.note()
+        id = refusal.make_id(head.headers)
+        if self.access is not None:
+            self.access(
+                Answered(self.client, head.method, target_of(head), refusal.status, 0.0, id,
+                         refusal.size, refusal.served, trace_id_of(head.headers))
+            )  # fmt: skip
+        answer = id.encode().join(refusal.pieces)
         self.written += len(answer)
         self.transport.write(answer)
         self.since = self._time()
@@ -699,13 +744,15 @@ class Connection(asyncio.Protocol):
             self._stay(data[upgrade.args[0] :])
             return
         except httptools.HttpParserError as error:
-            cause = error.__context__
-            said = (
-                "HTTP/2; gRPC has a port of its own (grpc_port)" if "PRI/" in str(error) else error
-            )
-            self.refuse(
-                cause if isinstance(cause, errors.ServeError) else errors.BadMessage(str(said))
-            )
+            cause, said = error.__context__, str(error)
+            if isinstance(cause, errors.ServeError):
+                # The parser keeps it, and it this connection, which keeps the parser: a flood of
+                # such circles takes as long to find as 60 ms.
+                self.refuse(cause.with_traceback(None))
+                return
+            if "PRI/" in said:
+                said = "HTTP/2; gRPC has a port of its own (grpc_port)"
+            self.refuse(errors.BadMessage(said))
             return
         if self.phase == HEAD:
             self.head_bytes += len(data)

@@ -23,16 +23,7 @@ import psutil
 
 from modelyard.serve.dataplane.budget import AnswerBudget
 from modelyard.serve.errors import StartError
-from modelyard.serve.http.connection import (
-    HAS_PARSER,
-    SLICE_BYTES,
-    Accepts,
-    Access,
-    Connection,
-    find_known,
-    refuse_again,
-    unread_s,
-)
+from modelyard.serve.http.connection import HAS_PARSER, SLICE_BYTES, Accepts, Access, Connection
 from modelyard.serve.http.heads import Heads
 from modelyard.serve.http.site import SiteCheck
 from modelyard.serve.http.turns import Turns
@@ -53,6 +44,8 @@ ACCEPTS_PER_TURN = 16
 ACCEPTS_WHILE_BEHIND = 8
 """The same while there is no time for those that are open."""
 NOTE_S = 1.0
+FLOOD = 100
+"""Refusals of one address in a second, after which its connections are not opened to be refused."""
 MOST_NOTED = 1024
 """Addresses whose last line in the log is remembered."""
 FRESH_S = 0.1
@@ -204,32 +197,36 @@ class Listener:
                 logger.warning("%s: cannot accept a connection: %s", self.url, error.strerror)
                 self._make_room()
                 return
-            if monotonic() < self.heads.refuses_until and self._refuses(accepted, client):
-                continue
-            self._open(accepted)
+            if not self._refuses(accepted, client):
+                self._open(accepted)
             if self.spares_descriptors and accepted.fileno() >= _descriptors():
                 self._room = max(1, self._count - 1)  # all lower numbers are in use
 
     def _refuses(self, accepted: socket.socket, client: Any) -> bool:
         """Answer a client whose request is refused, and its connection closed, as the last was.
 
-        It costs a tenth of a connection that is opened.
+        It costs a tenth of a connection that is opened; a third where what came is parsed, as it is
+        of an address that has been refused often in this second. Such a client may not have the
+        time to read why its body is too long.
         """
-        if self._tls is not None:
+        is_flood = self._is_flood(client)
+        if self._tls or not (is_flood or monotonic() < self.heads.refuses_until):
             return False
         accepted.setblocking(False)
-        with contextlib.suppress(OSError):
+        try:
             data = accepted.recv(SLICE_BYTES, socket.MSG_PEEK)
-            head, _ = find_known(self.heads, data)
-            refusal = head.find_refusal(unread_s(accepted)) if head is not None else None
-            if head is None or refusal is None or refusal.keeps_alive:
-                return False
-            answer = refuse_again(head, refusal, client[:2] or None, self.access)
-            with accepted, contextlib.suppress(OSError):  # the client may have left
-                accepted.recv(len(data))  # what is unread at the end would reset the connection
-                accepted.send(answer)
-            return True
-        return False
+        except OSError:
+            return False
+        if not Connection(self, accepted).refuses_first(data, client[:2] or None, is_flood):
+            return False
+        with accepted, contextlib.suppress(OSError):
+            accepted.recv(len(data))  # what is unread at the end would reset the connection
+        return True
+
+    def _is_flood(self, client: Any) -> bool:
+        """Return whether an address was refused so often in this second that it is one."""
+        said_at, count = self._noted.get(client[0] if client else "", (-inf, 0))
+        return count >= FLOOD and self._loop.time() - said_at < NOTE_S
 
     @property
     def _count(self) -> int:

@@ -130,12 +130,14 @@ class Turns:
             return
         began_at, before = monotonic(), self._taken
         self._until = began_at + SLICE_S
-        while self._waiting and monotonic() < self._until:
-            self._take().take_put_off()
-        now = monotonic()
-        turn_s = (now - began_at) / (self._taken - before)
-        self._turn_s += NEWEST_SHARE * (turn_s - self._turn_s)
-        self._arm(now)
+        try:
+            while self._taken == before or (self._waiting and not self.is_over):
+                self._take().take_put_off()
+        finally:  # whatever becomes of one, the others have their turns
+            now = monotonic()
+            turn_s = (now - began_at) / (self._taken - before)
+            self._turn_s += NEWEST_SHARE * (turn_s - self._turn_s)
+            self._arm(now)
 
     def _take(self) -> Waiting:
         """Return whose turn it is: who waits longest, or under a flood mostly who came last.

@@ -107,13 +107,13 @@ def _examine(state: Path, uids: range, reads: Iterable[str]) -> Iterator[Measure
         "users of their own": one_user is None and reading_capability() == kernel.DAC_READ_SEARCH,
         "seccomp: modes, owners and times stay as files were made": has_filter,
     })  # fmt: skip
-    lacking = (
-        f"versions share {places.SHARED_MEMORY}, for {no_mounts}: let the server make user "
-        "namespaces, or give each model a container"
-    )
+    what_to_do = f"{no_mounts}: let the server make user namespaces, or give each model a container"
+    lacking = f"versions share {places.SHARED_MEMORY}, for {what_to_do}"
     yield _first("shared memory", lacking if has_filter else no_filter, {
         f"a {places.SHARED_MEMORY} of their own": has_filter and no_mounts is None,
     })  # fmt: skip
+    lacking = f"a handler learns which of the names are there that it guesses, for {what_to_do}"
+    yield _first("names", lacking, {f"an empty folder over {state}": no_mounts is None})
     found = f"one per model version, of {uids[0]}-{uids[-1]}" if one_user is None else one_user
     yield Measure("users", OFF if one_user else UP, found)
 

@@ -1,7 +1,8 @@
 """Mounts of a process's own: it writes where it was told to, and its /dev/shm starts empty.
 
-Modes, owners and times are what Landlock does not see; a mount that is read-only keeps them all,
-by whatever call, path or descriptor they are asked for.
+Of a folder that is hidden it finds what it may read, and not even the names of the rest. Modes,
+owners and times are what Landlock does not see either; a mount that is read-only keeps them all, by
+whatever call, path or descriptor they are asked for.
 
 Source: mount_namespaces(7), user_namespaces(7), mount_setattr(2)
 """
@@ -11,7 +12,7 @@ import os
 import struct
 import subprocess
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from modelyard.serve.walls import kernel, places
@@ -23,7 +24,7 @@ _RDONLY, _SLAVE = 1, 1 << 19
 _PROCFS = "/proc"
 
 
-def separate(writes: Collection[str]) -> None:
+def separate(writes: Collection[str], reads: Collection[str] = (), hidden: str = "") -> None:
     """Give this process mounts of its own. The thread that calls this must be the only one.
 
     A process that may not have them gets a user namespace too, in which it keeps its number and has
@@ -31,6 +32,8 @@ def separate(writes: Collection[str]) -> None:
 
     Args:
         writes: what stays writable; a path that is not there is left out.
+        reads: what else stays of the hidden folder.
+        hidden: folder of which nothing else is left, not even names; empty for none.
 
     Raises:
         OSError: the kernel, or what rules over it, refuses; some of it may be done.
@@ -38,10 +41,10 @@ def separate(writes: Collection[str]) -> None:
     _enter()
     _set("/", 0, _SLAVE)  # nothing that follows is seen outside
     trees = [(_clone(path), path) for path in (_PROCFS, *filter(os.path.exists, writes))]
+    if hidden and Path(hidden).is_dir():
+        _hide(hidden, (*reads, *writes))
     _set("/", 0 if "/" in writes else _RDONLY, 0)
-    for tree, path in trees:  # as they were
-        kernel.syscall(_MOVE_MOUNT, tree, b"", _HERE, os.fsencode(path), _FROM_DESCRIPTOR)
-        os.close(tree)
+    _move(trees)  # as they were
     if Path(places.SHARED_MEMORY).is_dir():
         about = os.statvfs(places.SHARED_MEMORY)
         size = about.f_blocks * about.f_frsize
@@ -69,6 +72,26 @@ def _enter() -> None:
         Path("/proc/self/setgroups").write_text("deny", encoding="ascii")
         Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1", encoding="ascii")
         Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1", encoding="ascii")
+
+
+def _hide(folder: str, named: Iterable[str]) -> None:
+    """Put an empty folder over one, and in it what is named, to be read."""
+    real = Path(folder).resolve()
+    there = [Path(path) for path in filter(os.path.exists, named)]
+    kept = [path for path in there if path.resolve().is_relative_to(real)]
+    trees = [(path, path.is_dir(), _clone(str(path))) for path in kept]
+    kernel.mount_tmpfs(folder, "mode=755,size=1m")
+    for path, is_folder, tree in trees:
+        (path if is_folder else path.parent).mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            path.touch()
+        _move([(tree, str(path))])
+
+
+def _move(trees: Iterable[tuple[int, str]]) -> None:
+    for tree, path in trees:
+        kernel.syscall(_MOVE_MOUNT, tree, b"", _HERE, os.fsencode(path), _FROM_DESCRIPTOR)
+        os.close(tree)
 
 
 def _clone(path: str) -> int:

@@ -29,6 +29,8 @@ class Walls:
     """Device files that may be used."""
     has_mounts: bool = False
     """Whether mounts are its own: what it may not write is read-only, and its /dev/shm is empty."""
+    hidden: str = ""
+    """Folder of which it sees nothing then but what it may read and write."""
     uid: int | None = None
     """User and group of the processes; None leaves them the server's."""
     groups: tuple[int, ...] = ()
@@ -80,7 +82,7 @@ def raise_walls(walls: Walls) -> None:
         raise OSError(f"{threads} threads run where there must be one")
     _set_limits(walls)
     if walls.has_mounts:
-        mounts.separate(walls.writes)
+        mounts.separate(walls.writes, walls.reads, walls.hidden)
     _drop_privileges(walls)
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)  # `exec` brings no capability back
     if landlock.version():

@@ -201,6 +201,21 @@ class Split(nn.Module):
         return total if self.linear.bias is None else total + self.linear.bias
 
 
+class HardlyVaries(nn.Module):
+    """Sums that nearly cancel, of numbers that vary by a thousandth: mostly rounding is left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.act, self.two = nn.Linear(6, 64), nn.Identity(), nn.Linear(64, 5)
+        with torch.no_grad():
+            self.one.weight.mul_(1e-3)
+            self.one.bias.mul_(1e-3).add_(1)
+            self.two.bias.copy_(-self.two.weight.sum(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(self.act(self.one(x)))
+
+
 class Cnn(nn.Module):
     def __init__(self, act: Callable[[], nn.Module] = nn.ReLU) -> None:
         super().__init__()
@@ -501,6 +516,10 @@ NETWORKS: dict[str, Network] = {
         harmless={"another order": reordered}),
     "silu": Network(
         lambda: Mlp(nn.SiLU()), X, DENSE, wrong={"hardswish": act(nn.SiLU, nn.Hardswish)}),
+    "hardly varies": Network(
+        HardlyVaries, X, DENSE,
+        wrong={"no bias": without_bias, "activated": act(nn.Identity, nn.Sigmoid)},
+        harmless={"another order": reordered, "split": split}),
     "batch norm": Network(
         Cnn, PICTURE, ("conv.weight", "second.weight", "head.weight", "norm.bias"),
         wrong={"no bias": without_bias, "no residual": set_to(residual=False),

@@ -54,6 +54,11 @@ def test_noise_and_spikes_are_no_fault() -> None:
     assert soak(flat()).faults() == []
 
 
+def test_a_traceback_of_the_server_is_a_fault() -> None:
+    (fault,) = replace(soak(flat()), tracebacks=2).faults()
+    assert fault.startswith("2 tracebacks")
+
+
 @pytest.mark.parametrize(
     ("figure", "per_s"),
     [

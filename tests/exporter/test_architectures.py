@@ -68,6 +68,8 @@ def test_an_architecture_is_written_and_proven(name: str, format: str, tmp_path:
     assert report.parity.batches[0] == 1
     assert {1, 2, 7, 8} <= set(report.parity.batches)
     assert all(found.scaled <= 1e-4 for found in report.parity.outputs.values())
+    # Untrained and so deep, its answers hardly vary: rounding alone moves them by more.
+    assert name == "resnet50" or not report.parity.ill_conditioned
     assert report.signature.batching is not None
     assert report.signature.batching.batchable
     assert report.warnings == ()

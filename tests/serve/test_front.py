@@ -24,6 +24,7 @@ class Asked:
     served: tuple[str, str] | None = None
     trace_id = ""
     release: Release | None = None
+    client = ("127.0.0.1", 5000)
 
     def is_left(self) -> bool:
         return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import socket
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import uvloop
 
 from modelyard.serve.dataplane.wire import Buffer
 from modelyard.serve.errors import StartError
-from modelyard.serve.http.connection import SLICE_BYTES, Answer, RequestResponseCycle
+from modelyard.serve.http.connection import SLICE_BYTES, Answer, Connection, RequestResponseCycle
 from modelyard.serve.http.listener import Listener
 from modelyard.serve.http.tls import tls_context
 from modelyard.serve.settings import Address, Settings
@@ -153,6 +154,102 @@ def test_a_tls_handshake_that_does_not_end_is_closed() -> None:
         await listener.stop_accepting()
 
     uvloop.run(scenario())
+
+
+class Counting(Listener):
+    """Counts the connections that it opens."""
+
+    opened = 0
+
+    def _open(self, accepted: socket.socket) -> None:
+        self.opened += 1
+        super()._open(accepted)
+
+
+HEAD = b"POST / HTTP/1.1\r\nhost: localhost\r\n"
+
+
+@pytest.mark.parametrize("is_unix", [False, True])
+@pytest.mark.parametrize(
+    ("sent", "is_refused"),
+    [
+        (b"\x16\x03\x01nonsense\r\n\r\n", True),
+        (HEAD + b"A b: c\r\n\r\n", True),
+        (HEAD + b"Host: another\r\n\r\n", True),
+        (HEAD + b"content-length: 99999999999\r\n\r\n", True),
+        (HEAD + b"content-length: 5\r\n\r\nhel", False),
+        (HEAD + b"content-length: 0\r\n\r\n" + HEAD + b"A b: c\r\n\r\n", False),
+        (HEAD + b"content-le", False),
+    ],
+    ids=["no HTTP", "header", "two hosts", "long", "half a body", "the second is", "half a head"],
+)
+def test_who_floods_is_answered_the_same_without_a_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_unix: bool, sent: bytes, is_refused: bool
+) -> None:
+    """As are its good requests, and other addresses, which are taken."""
+
+    monkeypatch.setattr("modelyard.serve.http.listener.FLOOD", 3)
+    monkeypatch.setattr("modelyard.serve.http.listener.NOTE_S", 60.0)  # a second may be over soon
+
+    async def scenario() -> None:
+        path = tmp_path / "api.sock" if is_unix else None
+        listener = Counting(Digests(), Address("127.0.0.1", 0, path))
+        await listener.start()
+
+        async def ask(*parts: bytes, own: str = "127.0.0.66") -> bytes:
+            """Send the first part while the loop stands still, as it does under a flood."""
+            family = socket.AF_UNIX if is_unix else socket.AF_INET
+            with socket.socket(family, socket.SOCK_STREAM) as client:
+                client.settimeout(20)
+                if not is_unix:
+                    client.bind((own, 0))
+                address = listener.address
+                client.connect(str(path) if is_unix else (address.host, address.port))
+                client.sendall(parts[0])
+                for part in parts[1:]:
+                    await asyncio.sleep(0.05)
+                    client.sendall(part)
+                client.shutdown(socket.SHUT_WR)
+                return await asyncio.to_thread(client.makefile("rb").read)
+
+        whole = HEAD + b"content-length: 5\r\n\r\nhello"
+        digest = sha256(b"hello").hexdigest().encode()
+        wanted = await ask(sent)
+        for _ in range(4):
+            await ask(b"nonsense\r\n\r\n")
+        before = listener.opened
+        assert await ask(sent) == wanted
+        assert (listener.opened == before) == is_refused
+        assert digest in await ask(whole)
+        assert digest in await ask(whole[:20], whole[20:])
+        if not is_unix:
+            opened = listener.opened
+            assert await ask(sent, own="127.0.0.67") == wanted
+            assert listener.opened == opened + 1
+        await listener.stop_accepting()
+
+    uvloop.run(scenario())
+
+
+def test_what_is_refused_leaves_nothing_that_only_a_search_for_cycles_finds() -> None:
+    """Of a flood's, such a search took 60 ms at once, in which nobody was answered."""
+
+    async def scenario() -> None:
+        listener = Listener(Digests(), Address("127.0.0.1", 0))
+        await listener.start()
+        for sent in (b"nonsense\r\n\r\n", HEAD + b"content-length: 99999999999\r\n\r\n"):
+            await is_closed(listener.address, sent)
+        while listener.connections:
+            await asyncio.sleep(0.01)
+        assert not [each for each in gc.get_objects() if isinstance(each, Connection)]
+        await listener.stop_accepting()
+
+    gc.collect()
+    gc.disable()
+    try:
+        uvloop.run(scenario())
+    finally:
+        gc.enable()
 
 
 def test_one_more_than_the_most_connections_closes_the_oldest() -> None:

@@ -352,7 +352,7 @@ def test_a_handler_that_closes_its_output_goes_on(
 LIES = {
     "garbage": "a frame of 4294967295 items; 1 to 4096 are allowed",
     "flood": "a frame of 4294967295 items; 1 to 4096 are allowed",
-    "long_item": "an item of 4294967295 bytes; 1073741824 are allowed",
+    "long_item": "an item of 4294967295 bytes; 135266304 are allowed",
     "text": "a frame of 1347703880 items; 1 to 4096 are allowed",
     "half_a_frame": None,
     "control 2": "control message 2 from a worker that is loaded",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import socket
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -73,6 +74,37 @@ def test_between_two_slices_of_clients_work_others_have_a_turn(clock: FakeClock)
     assert [name for name in log if name != "worker"] == list("abcde")
     longest = max(map(len, "".join(name[0] for name in log).strip("w").split("w")))
     assert longest == 2  # of 0.6 ms each, in slices of 1 ms
+
+
+@pytest.mark.parametrize("fault", ["it stands still", "one of them fails"])
+def test_all_have_their_turn_whatever_happens_in_one(
+    clock: FakeClock, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """This process may stand still where it looks at the clock, as on a machine that is loaded."""
+    log: list[str] = []
+
+    class Failing(Client):
+        def take_put_off(self) -> None:
+            super().take_put_off()
+            raise RuntimeError(self.name)
+
+    async def scenario() -> None:
+        loop, these = asyncio.get_running_loop(), Turns()
+        failed: list[object] = []
+        loop.set_exception_handler(lambda _, context: failed.append(context["exception"]))
+        assert these.has_time()
+        for name in "abcde":
+            kind = Failing if name == "b" and fault == "one of them fails" else Client
+            these.put_off(kind(name, clock, log))
+        if fault == "it stands still":
+            ticks = itertools.count(clock.now, 0.01)
+            monkeypatch.setattr(turns, "monotonic", lambda: next(ticks))
+        for _ in range(8):
+            await asyncio.sleep(0)
+        assert [str(each) for each in failed] == ["b"] * (fault == "one of them fails")
+
+    asyncio.run(scenario())
+    assert log == list("abcde")
 
 
 @pytest.mark.parametrize(

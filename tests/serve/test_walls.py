@@ -126,7 +126,13 @@ BY_SECCOMP = ("system calls", "network", "notification", "affinity", "shared mem
     [
         ("landlock", {"files": "no Landlock: it takes 5.13", "signals": "it takes 6.12"}),
         ("seccomp", {name: "no seccomp filter" for name in BY_SECCOMP}),
-        ("mounts", {"shared memory": "versions share /dev/shm, for PermissionError"}),
+        (
+            "mounts",
+            {
+                "shared memory": "versions share /dev/shm, for PermissionError",
+                "names": "names are there that it guesses, for PermissionError",
+            },
+        ),
     ],
 )
 def test_what_a_kernel_lacks_is_said(without: str, lacking: dict[str, str]) -> None:
@@ -141,7 +147,8 @@ def test_what_a_kernel_lacks_is_said(without: str, lacking: dict[str, str]) -> N
         if status == LACKING
     }
     if no_mounts := mounts.why_not():
-        lacking = {**lacking, "shared memory": "seccomp" if without == "seccomp" else no_mounts}
+        shared = "seccomp" if without == "seccomp" else no_mounts
+        lacking = {**lacking, "shared memory": shared, "names": no_mounts}
     assert found.keys() == lacking.keys()
     assert all(text in found[name] for name, text in lacking.items())
 

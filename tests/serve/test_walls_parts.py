@@ -175,6 +175,77 @@ with open(f"{folder}/own/file", "w") as own:
     os.chmod(f"{folder}/own/file", os.fstat(own.fileno()).st_mode | 0o100)
 print(oct(os.stat(f"{folder}/own/file").st_mode)[-3:])
 """
+HIDDEN = """
+import contextlib, os, pathlib, sys
+from modelyard.serve.walls import mounts
+base = sys.argv[1]
+state = f"{base}/state"
+reads = ["/usr", f"{base}/elsewhere", f"{state}/models/own", f"{state}/models/own/inner",
+         f"{state}/read", f"{base}/link/models/linked", f"{state}/absent"]
+writes = [f"{state}/models/own/inner/shared", f"{state}/models/own/inner/file",
+          f"{state}/scratch", f"{state}/written", f"{state}/absent"]
+mounts.separate(writes, reads, sys.argv[2].format(base))
+for place in sorted(pathlib.Path(base).rglob("*")):
+    with contextlib.suppress(OSError):
+        if place.is_file():
+            place.open("a").close()
+            print(place.relative_to(base), place.read_text().strip(), "written")
+            continue
+    print(place.relative_to(base), place.read_text().strip() if place.is_file() else "")
+for place in (state, f"{state}/models", f"{state}/models/own", f"{state}/models/own/inner/shared"):
+    with contextlib.suppress(OSError):
+        os.close(os.open(f"{place}/new", os.O_CREAT))
+        print("new in", os.path.relpath(place, base))
+"""
+VISIBLE = """
+elsewhere
+elsewhere/file one
+link
+state
+state/models
+state/models/linked
+state/models/linked/file one
+state/models/own
+state/models/own/file one
+state/models/own/inner
+state/models/own/inner/file one written
+state/models/own/inner/shared
+state/models/own/inner/shared/file one written
+state/read one
+state/scratch
+state/scratch/file one written
+state/written one written
+new in state/models/own/inner/shared
+"""
+
+
+@pytest.mark.parametrize("hidden", ["{}/state", "{}/link", "{}/absent", ""])
+def test_of_a_hidden_folder_there_is_what_is_named(tmp_path: Path, hidden: str) -> None:
+    if reason := mounts.why_not():
+        pytest.skip(reason)
+    folders = ("elsewhere", "state/models/own/inner/shared", "state/models/other")
+    for folder in (*folders, "state/models/linked", "state/scratch"):
+        (tmp_path / folder).mkdir(parents=True)
+    made = [*(tmp_path / "state").rglob("*"), tmp_path / "elsewhere"]
+    files = [folder / "file" for folder in made]
+    for file in (*files, *(tmp_path / "state" / name for name in ("keys", "read", "written"))):
+        file.write_text("one")
+    (tmp_path / "link").symlink_to("state")
+    before = {each: each.stat().st_mtime_ns for each in tmp_path.rglob("*")}
+    command = [sys.executable, "-P", "-c", HIDDEN, str(tmp_path), hidden]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0, ran.stderr
+    seen = [line.strip() for line in ran.stdout.splitlines()]
+    if hidden in ("{}/state", "{}/link"):
+        assert seen == VISIBLE.split("\n")[1:-1]
+    else:
+        assert "state/keys one" in seen and "state/models/other/file one" in seen
+    new = tmp_path / "state/models/own/inner/shared/new"
+    assert {each for each in tmp_path.rglob("*") if each not in before} == {new}
+    changed = {each for each, then in before.items() if each.stat().st_mtime_ns != then}
+    assert changed == {new.parent}
+
+
 ABOUT = """
 import fcntl, os
 GROUP = max(os.getgroups(), default=0) or 12345

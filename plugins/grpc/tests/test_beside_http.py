@@ -283,3 +283,28 @@ def test_a_token_has_one_quota_for_both(tmp_path: Path) -> None:
             assert slow.result() == 200
         assert not any(each.error_message for each in ask())
         assert post("streamer", "count 1") == 202
+
+
+def test_who_ends_workers_by_one_is_refused_by_both(server: LiveServer) -> None:
+    build_archive(server.store, "mortal", config="minWorkers: 1\n")
+    server.register_all("mortal")
+
+    def ask(body: str) -> str:
+        poll(lambda: server.worker_pids("mortal"), "a worker is ready")
+        request = message("inference.ModelInferRequest")(model_name="mortal")
+        request.inputs.add(name="body", shape=[1], datatype="BYTES")
+        request.raw_input_contents.append(len(body).to_bytes(4, "little") + body.encode())
+        try:
+            call(server, "ModelInfer", model_name="mortal", inputs=request.inputs,
+                 raw_input_contents=request.raw_input_contents)  # fmt: skip
+        except grpc.RpcError as error:
+            return f"{error.code().name}: {error.details()}"
+        return "OK"
+
+    ended = "INTERNAL: the worker that held the request ended by SIGSEGV"
+    for number in range(3):
+        assert ask(f"signal 11 {number}") == ended
+    told = "requests of 127.0.0.1 have just ended 6 workers of the model, the last one ended by"
+    assert ask("harmless").startswith(f"RESOURCE_EXHAUSTED: {told} SIGSEGV;")
+    answer = server.predict("mortal", "harmless")
+    assert answer.status_code == 429 and answer.json()["message"].startswith(told)

@@ -32,7 +32,7 @@ from tests.test_docs import free_ports
 
 pytestmark = pytest.mark.timeout(600)
 NIGHTLY = pytest.mark.nightly  # a worker of a .pt2 file imports for five seconds
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 IDS = ["input_ids", "token_type_ids", "attention_mask"]
 ROWS = [f"{name}:int64[batch=1..4,length=2..64]" for name in IDS]
 

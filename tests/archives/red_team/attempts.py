@@ -334,9 +334,7 @@ def change_owner(world, what):
 def change_times(world, what):
     file = f"{getattr(world, what)}/victim"
     earlier = os.stat(file).st_mtime_ns - 10**9
-    return changes(
-        lambda: os.stat(file).st_mtime_ns, lambda: os.utime(file, ns=(earlier, earlier))
-    )
+    return changes(lambda: os.stat(file).st_mtime_ns, lambda: os.utime(file, ns=(earlier, earlier)))
 
 
 @attempt("metadata", "state", "readable")
@@ -752,13 +750,19 @@ def set_groups(world):
 
 @attempt("privileges")
 def take_capabilities(world):
-    header, all_of_it = struct.pack("Ii", 0x20080522, 0), struct.pack("6I", *(1 << 21,) * 3, 0, 0, 0)
+    header, all_of_it = (
+        struct.pack("Ii", 0x20080522, 0),
+        struct.pack("6I", *(1 << 21,) * 3, 0, 0, 0),
+    )
     return in_a_child(lambda: check(LIBC.capset(header, all_of_it)))
 
 
 @attempt("privileges")
 def take_ambient_capability(world):
-    header, inherited = struct.pack("Ii", 0x20080522, 0), struct.pack("6I", *(1 << 21,) * 3, 0, 0, 0)
+    header, inherited = (
+        struct.pack("Ii", 0x20080522, 0),
+        struct.pack("6I", *(1 << 21,) * 3, 0, 0, 0),
+    )
 
     def take():
         LIBC.capset(header, inherited)
@@ -875,13 +879,51 @@ def read_a_link(world):
 def work_there(world):
     before = os.getcwd()
     os.chdir(world.state)
-    os.chdir(before)
-    return "been there"
+    try:
+        return os.stat("victim").st_size
+    finally:
+        os.chdir(before)
 
 
 @attempt("looking")
 def look_at_a_file_system(world):
-    return os.statvfs(world.state).f_bfree
+    return os.statvfs(f"{world.state}/victim").f_bfree
+
+
+@attempt("looking")
+def look_at_another_models_file(world):
+    return os.stat(f"{world.other}/victim").st_size
+
+
+@attempt("looking")
+def look_where_another_model_writes(world):
+    return os.stat(f"{world.scratch}/victim").st_size
+
+
+@attempt("looking")
+def look_upwards(world):
+    """From a folder of its own, by a descriptor."""
+    own = os.open(world.own, os.O_PATH)
+    for _ in range(4):
+        own = os.open("..", os.O_PATH, dir_fd=own)
+        with contextlib.suppress(OSError):
+            return os.stat("keys.json", dir_fd=own).st_size
+    return refuse("it is nowhere above")
+
+
+@attempt("looking")
+def look_as_another_process(world):
+    return os.stat(f"/proc/self/task/{os.getpid()}/root{world.state}/victim").st_size
+
+
+@attempt("looking elsewhere")
+def look_at_an_archive(world):
+    return os.stat(f"{world.store}/victim").st_size
+
+
+@attempt("looking elsewhere")
+def look_at_a_file_at_home(world):
+    return os.stat(f"{world.home}/victim").st_size
 
 
 @attempt("looking")
@@ -894,4 +936,3 @@ def find_a_handle(world):
     handle = ctypes.create_string_buffer(struct.pack("II", 128, 0) + bytes(128))
     path = f"{world.state}/victim".encode()
     return check(LIBC.name_to_handle_at(-100, path, handle, ctypes.byref(ctypes.c_int()), 0))
-
