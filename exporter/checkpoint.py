@@ -210,9 +210,10 @@ def _importable(folder: Path) -> Iterator[dict[str, ModuleType]]:
     finally:
         sys.path[:] = path
         for name, module in list(sys.modules.items()):  # a lazy one imports others when it is asked
+            if before.get(name) is module:
+                continue
             file = Path(vars(module).get("__file__") or "")
-            elsewhere = folder not in file.parents or any(entry in file.parents for entry in deeper)
-            if before.get(name) is not module and not elsewhere:
+            if folder in file.parents and not any(entry in file.parents for entry in deeper):
                 imported[name] = module
 
 

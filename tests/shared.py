@@ -10,7 +10,7 @@ import sys
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, Self, get_args
 
 import pytest
 from modelyard_client.options import Method
@@ -19,6 +19,9 @@ from modelyard.archiver import write_archive
 from modelyard.base.explain_options import EXPLAIN_OPTIONS
 from tests import seen_on
 from tests.serve.live import LiveServer, running
+
+if TYPE_CHECKING:
+    from modelyard.exporter.prove.checker import Checker
 
 ROOT = Path(__file__).parents[1]
 DIGITS = ROOT / "examples" / "digits"
@@ -162,6 +165,33 @@ def digits_store(
         for format, artifact in digits_artifacts.items() if is_empty else ():
             archive_digits(format, artifact, store)
     return store
+
+
+@pytest.fixture(scope="session")
+def checker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checker]:
+    """Start one process that checks artifacts, for all tests, with the first question."""
+    from modelyard.exporter.prove.checker import Checker  # imports torch
+
+    class Kept(Checker):
+        """A checker that no export starts or ends."""
+
+        def __enter__(self) -> Self:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    kept = Kept(tmp_path_factory.mktemp("exchange"))
+    yield kept
+    Checker.__exit__(kept)
+
+
+@pytest.fixture(scope="module")
+def one_checker(checker: Checker) -> Iterator[None]:
+    """Have a module's exports ask that process; commands start one for each export."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("modelyard.exporter.trip.Checker", lambda folder: checker)
+        yield
 
 
 @pytest.fixture(scope="session")

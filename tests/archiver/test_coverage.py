@@ -32,7 +32,7 @@ def large(tmp_path: Path) -> Path:
 def digits(artifacts: dict[str, Path], examples: Sequence[str]) -> ArchiveRequest:
     return ArchiveRequest(
         "digits",
-        artifact=artifacts["onnx"],
+        artifact=artifacts["torchscript"],  # which needs no twin to be explained
         handler="image_classifier",
         extra_files=(DIGITS / "index_to_name.json",),
         config_file=DIGITS / "model-config.yaml",
@@ -40,6 +40,7 @@ def digits(artifacts: dict[str, Path], examples: Sequence[str]) -> ArchiveReques
     )
 
 
+@pytest.mark.nightly  # by day test_replay.py reads it from the command
 def test_what_no_example_notices_is_named_with_the_example_that_would(
     digits_artifacts: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -13,7 +13,7 @@ from modelyard.archiver import open_archive
 from modelyard.archiver.cli import archive_app, verify_app
 from modelyard.archiver.manifest import Manifest, Seal
 from modelyard.archiver.proven import describe_repeated, find_unproven
-from tests.archiver.test_replay import rewrite
+from tests.archiver.test_replay import rewrite, verified
 from tests.serve.live import modelyard, running, start_arguments
 from tests.shared import DIGITS
 
@@ -142,12 +142,16 @@ def test_archive_names_both_versions_and_what_agrees_here(
 
 
 def test_verify_names_both_versions_and_what_agrees_here(aged: Path) -> None:
-    ran = CliRunner().invoke(verify_app, [str(aged)])
+    code, found = verified(aged, "--device=cpu")
 
-    assert ran.exit_code == 0
-    (line,) = (line for line in ran.stdout.splitlines() if line.startswith("proof "))
-    assert SAID in line and "2 golden requests and " in line
-    assert line.endswith("parity cases agree on this machine")
+    checks = {check["subject"]: check["result"] for check in found["checks"]}
+    assert (code, found["problems"]) == (0, [])
+    assert list(checks) == ["digests", "loading", "golden 0", "golden 1", "parity", "proof"]
+    assert checks["loading"] == "as a worker, on cpu"
+    assert checks["golden 1"].startswith("answered as expected")
+    assert "onnx and digits.pt2 agree in 40 cases" in checks["parity"]
+    assert SAID in checks["proof"] and "2 golden requests and " in checks["proof"]
+    assert checks["proof"].endswith("parity cases agree on this machine")
     unrun = CliRunner().invoke(verify_app, [str(aged), "--no-run"])
     assert f"{SAID}; nothing was run" in unrun.stdout
 
@@ -166,8 +170,8 @@ def test_verify_says_where_the_answers_are_others(aged: Path) -> None:
 def test_a_server_names_both_versions_at_its_start_and_in_a_metric(
     aged: Path, digits_store: Path, tmp_path: Path
 ) -> None:
-    shutil.copy(digits_store / "pt2.mar", aged.parent / "pt2.mar")
-    models = ("--models", "onnx", "--models", "pt2", "--workers=1")
+    shutil.copy(digits_store / "torchscript.mar", aged.parent / "other.mar")
+    models = ("--models", "onnx", "--models", "other", "--workers=1")
     arguments = start_arguments(tmp_path / "state", aged.parent)
     planned = modelyard(*arguments, *models, "--explain-plan")
     assert SAID in " ".join(planned.stderr.split())
@@ -177,7 +181,7 @@ def test_a_server_names_both_versions_at_its_start_and_in_a_metric(
         assert [said in warning for warning in server.about["warnings"]] == [True]
         server.logs(said)
         assert server.metric("modelyard_model_unproven", model="onnx", reason="versions") == 1
-        assert 'modelyard_model_unproven{model="pt2"' not in server.metrics.get("/metrics").text
+        assert 'modelyard_model_unproven{model="other"' not in server.metrics.get("/metrics").text
 
 
 @pytest.mark.nightly

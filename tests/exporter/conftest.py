@@ -3,13 +3,11 @@
 import runpy
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
-from typing import Self
 
 import pytest
 import torch
-
-from modelyard.exporter.prove.checker import Checker
 
 HEAD = "import torch\nfrom torch import nn\n\n"
 
@@ -38,30 +36,16 @@ def author(tmp_path: Path) -> Callable[[str], tuple[Path, str]]:
     return write
 
 
-class Kept(Checker):
-    """A checker that many exports ask; its process starts with the first question."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def close(self) -> None:
-        super().__exit__()
-
-
-@pytest.fixture(scope="session")
-def checker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checker]:
-    """Start one process that checks artifacts, for all tests."""
-    kept = Kept(tmp_path_factory.mktemp("exchange"))
-    yield kept
-    kept.close()
-
-
 @pytest.fixture(scope="module", autouse=True)
-def _one_checker(checker: Checker) -> Iterator[None]:
-    """Have exports ask that process; the commands and the trips start one for each export."""
+def _one_checker(one_checker: None) -> None:
+    """Have all exports of the room ask one process."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _signatures_are_parsed_once() -> Iterator[None]:
+    """Have torch's converter parse its 500 functions once; it does so at each export, for 0.3 s."""
+    from onnxscript.values import TracedOnnxFunction as Traced
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("modelyard.exporter.trip.Checker", lambda folder: checker)
+        patch.setattr(Traced, "function_ir", property(cache(Traced.function_ir.fget)))
         yield

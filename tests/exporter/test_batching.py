@@ -337,7 +337,9 @@ class Net(nn.Module):
     ("source", "quantize", "is_batchable"),
     [
         pytest.param(CAPACITY, None, False, id="experts"),
-        pytest.param(DENSE, "int8-dynamic", True, id="a scale for each row"),
+        pytest.param(
+            *(DENSE, "int8-dynamic", True), id="a scale for each row", marks=pytest.mark.nightly
+        ),
         pytest.param(RECURRENT, "int8-dynamic", False, id="one scale inside of an LSTM"),
     ],
 )

@@ -335,6 +335,6 @@ def test_the_line_is_named_once_and_cut_where_that_shows(author: Author) -> None
 
 
 def test_reports_of_failed_exports_do_not_gather(author: Author) -> None:
-    for _ in range(3):
+    for _ in range(2):
         _refused(author, BRANCH, "pt2")
     assert len(list(Path(tempfile.gettempdir()).glob("modelyard-export-*"))) == 1

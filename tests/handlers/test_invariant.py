@@ -29,6 +29,8 @@ from modelyard.handlers.tasks.text_handler import TextHandler
 from modelyard.serve.worker.load import load_service
 from tests.handlers.test_text_handler import tokenizer_json
 
+pytestmark = pytest.mark.usefixtures("one_checker")
+
 BATCH = Dim("batch", 1, 8)
 SPEC = TensorSpec("x", "float32", (BATCH, 6))
 Row = Callable[[Tensor], Tensor]

@@ -55,9 +55,10 @@ def of_type(kind: int, values: list[Any]) -> Any:
 def nested(depth: int, leaf: Any = None) -> Any:
     """Return a model of conditions in conditions."""
     nodes = [leaf or helper.make_node("Identity", ["x"], ["y"])]
+    other = helper.make_graph(nodes, "other", [], [OUT])
     for level in range(depth):
         inner = helper.make_graph(nodes, f"g{level}", [], [OUT])
-        nodes = [helper.make_node("If", ["c"], ["y"], then_branch=inner, else_branch=inner)]
+        nodes = [helper.make_node("If", ["c"], ["y"], then_branch=inner, else_branch=other)]
     flag = numpy_helper.from_array(np.array(True), "c")
     return model(flag, node=nodes[0])
 

@@ -220,7 +220,14 @@ def _leaves(output: Any) -> list[Any]:
     return list(torch.utils._pytree.tree_leaves(output))
 
 
-@pytest.mark.parametrize("kind", HONEST)
+AT_NIGHT = ("attention with a mask", "GRU", "convolution in bfloat16")
+"""By day a transformer's encoder, an LSTM and a convolution do as well."""
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=[pytest.mark.nightly] * (kind in AT_NIGHT)) for kind in HONEST],
+)
 def test_an_honest_program_passes_and_gives_what_the_model_gives(kind: str, tmp_path: Path) -> None:
     make, inputs, dims = HONEST[kind]
     torch.manual_seed(0)

@@ -20,3 +20,12 @@ def server(
         link.symlink_to(archive)
     shared_server.register_all(*request.module.FORMATS, initial_workers=1)
     return shared_server
+
+
+@pytest.fixture
+def format(server: LiveServer, request: pytest.FixtureRequest) -> str:
+    """Serve the digits model of a format, also of one that the module does not state."""
+    name: str = request.param
+    if server.management.get(f"/models/{name}").status_code == 404:
+        server.register_all(name, initial_workers=1)
+    return name

@@ -17,6 +17,8 @@ from modelyard.archiver import open_archive
 from modelyard.archiver.cli import archive_app
 from modelyard.exporter import export
 
+pytestmark = pytest.mark.usefixtures("one_checker")
+
 DEFINITION = """
 from torch import nn
 
@@ -75,7 +77,7 @@ def test_a_folder_of_the_platform_is_served(weights: str, tmp_path: Path) -> Non
         f"{folder / 'code' / 'model_def.py'}:Net",
         (),
         output_dir=tmp_path,
-        formats=["onnx"],
+        formats=["torchscript"],
         quick=True,
     )
     assert report.to_json()["checkpoint"]["writer"] == "Determined 0.38.0"

@@ -44,15 +44,6 @@ each_format = pytest.mark.parametrize(
 STEPS = 20
 
 
-@pytest.fixture
-def format(server: LiveServer, request: pytest.FixtureRequest) -> str:
-    """Serve the digits model of a format."""
-    name: str = request.param
-    if server.management.get(f"/models/{name}").status_code == 404:
-        server.register_all(name, initial_workers=1)
-    return name
-
-
 @pytest.fixture(scope="module")
 def checkpoint() -> DigitsNet:
     model = DigitsNet()

@@ -16,7 +16,8 @@ from examples.digits.train import held_out, to_input
 from tests.serve.live import LiveServer, modelyard
 from tests.shared import DIGITS
 
-FORMATS = ("pt2", "onnx", "torchscript")
+FORMATS = ("onnx", "torchscript")
+AT_NIGHT = pytest.param("pt2", marks=pytest.mark.nightly)
 
 
 @pytest.fixture(scope="module")
@@ -43,10 +44,7 @@ def files() -> list[bytes]:
     return written
 
 
-@pytest.mark.parametrize(
-    "format",
-    [pytest.param(each, marks=pytest.mark.nightly if each == "pt2" else ()) for each in FORMATS],
-)
+@pytest.mark.parametrize("format", [*FORMATS, AT_NIGHT], indirect=True)
 def test_every_held_out_digit_gets_the_checkpoints_label_and_probabilities(
     server: LiveServer, format: str, probabilities: torch.Tensor, files: list[bytes]
 ) -> None:
@@ -82,7 +80,8 @@ def test_the_server_reads_at_least_97_of_100_held_out_digits(
 
 @pytest.mark.parametrize(
     "format",
-    ["onnx", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("pt2", "torchscript"))],
+    ["onnx", pytest.param("torchscript", marks=pytest.mark.nightly), AT_NIGHT],
+    indirect=True,
 )
 def test_the_command_line_predicts(server: LiveServer, format: str) -> None:
     where = f"--state-dir={server.state_dir}"
@@ -98,9 +97,12 @@ def test_the_command_line_predicts(server: LiveServer, format: str) -> None:
     ("arguments", "message"),
     [
         (["cats", "7.png"], "404 ModelNotFoundException: Model not found: cats"),
-        (["pt2/9", "7.png"], "Model version: 9 does not exist for model: pt2"),
-        (["pt2", "labels.json"], "400 BadRequestException: "),
-        (["pt2", "nowhere.png"], "cannot read "),
+        pytest.param(
+            *(["onnx/9", "7.png"], "Model version: 9 does not exist for model: onnx"),
+            marks=pytest.mark.nightly,
+        ),
+        (["onnx", "labels.json"], "400 BadRequestException: "),
+        (["onnx", "nowhere.png"], "cannot read "),
     ],
 )
 def test_the_command_line_says_what_is_wrong(
@@ -116,8 +118,8 @@ def test_the_command_line_says_what_is_wrong(
 
 def test_the_command_line_asks_a_server_by_its_address(server: LiveServer) -> None:
     scan = DIGITS / "scans" / "3.png"
-    ran = modelyard("predict", "pt2", scan, f"--url={server.about['inference']}", "--json")
+    ran = modelyard("predict", "onnx", scan, f"--url={server.about['inference']}", "--json")
     assert next(iter(json.loads(ran.stdout))) == "3"
-    ran = modelyard("predict", "pt2", scan, "--url=http://127.0.0.1:9")
+    ran = modelyard("predict", "onnx", scan, "--url=http://127.0.0.1:9")
     assert ran.returncode == 1
     assert "no answer from http://127.0.0.1:9" in ran.stderr

@@ -630,7 +630,7 @@ def _laughing_hyper_parameters(folder: Path, marker: Path) -> Path:
 
 @hostile("a module that holds itself twice", "or itself")
 def _module_in_itself(folder: Path, marker: Path) -> Path:
-    module = nn.Linear(3, 2)
+    module = nn.Module()
     module._modules["left"] = module._modules["right"] = module
     torch.save(module, folder / "a.pt")
     return folder / "a.pt"
@@ -638,7 +638,7 @@ def _module_in_itself(folder: Path, marker: Path) -> Path:
 
 @hostile("dicts that hold each other a thousand times", "or itself")
 def _dict_in_itself(folder: Path, marker: Path) -> Path:
-    content: dict[str, Any] = {"x": 1}
+    content: Any = 1
     for _ in range(5):
         content = {f"part{number}": content for number in range(1000)}
     torch.save(content, folder / "a.pt")

@@ -195,11 +195,11 @@ def test_trust_is_not_asked_where_nothing_needs_it(tmp_path: Path) -> None:
 
 
 def test_the_command_announces_what_a_trusted_file_imports(pickled: Path) -> None:
-    arguments = [str(pickled), "--input", "x:float32[batch=1..2,3]", "--trust", "--format", "onnx"]
+    arguments = [str(pickled), "--input", "x:float32[batch=1..2,3]", "--trust", "--format", "pt2"]
     result = CliRunner().invoke(app, [*arguments, "-o", str(pickled.parent / "out")])
     assert result.exit_code == 0, result.output
     assert 'trusted: "net.pt" will import and may run author_net.Net' in result.output
-    report = json.loads((pickled.parent / "out" / "net.onnx.report.json").read_text())
+    report = json.loads((pickled.parent / "out" / "net.pt2.report.json").read_text())
     assert report["model"] == "author_net:Net"
     assert report["checkpoint"]["kind"] == "pickled module"
     assert report["checkpoint"]["imported"] == ["author_net.Net"]
@@ -225,10 +225,10 @@ def test_export_takes_weights_by_key_and_ema_by_option(tmp_path: Path) -> None:
     }
     torch.save(content, tmp_path / "loop.pt")
     arguments = [str(tmp_path / "loop.pt"), "--model", f"{tmp_path / 'net.py'}:Net"]
-    arguments += ["--input", "x:float32[batch=1..2,3]", "--format", "onnx", "--ema"]
+    arguments += ["--input", "x:float32[batch=1..2,3]", "--format", "pt2", "--ema"]
     result = CliRunner().invoke(app, [*arguments, "-o", str(tmp_path / "out")])
     assert result.exit_code == 0, result.output
-    report = json.loads((tmp_path / "out" / "loop.onnx.report.json").read_text())
+    report = json.loads((tmp_path / "out" / "loop.pt2.report.json").read_text())
     assert report["checkpoint"]["weights_key"] == "model_ema"
     assert report["checkpoint"]["prefixes_stripped"] == ["module."]
     assert "--ema" in report["command"]
@@ -239,7 +239,7 @@ def test_a_hostile_file_is_not_run_by_export_either(tmp_path: Path) -> None:
     state = {f"layer.{key}": value for key, value in nn.Linear(3, 2).state_dict().items()}
     torch.save({"model": state, "x": shell(tmp_path / "marker")}, tmp_path / "evil.pt")
     arguments = [str(tmp_path / "evil.pt"), "--model", f"{tmp_path / 'net.py'}:Net"]
-    arguments += ["--input", "x:float32[batch=1..2,3]", "--format", "onnx"]
+    arguments += ["--input", "x:float32[batch=1..2,3]", "--format", "pt2"]
     result = CliRunner().invoke(app, [*arguments, "-o", str(tmp_path / "out")])
     assert result.exit_code == 0, result.output
     assert "wants posix.system" in result.output
