@@ -13,7 +13,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Coroutine, Mapping
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import uvloop
@@ -278,8 +277,7 @@ async def _end(server: Server, state: StateDir, closing: list[asyncio.Task[None]
     closing = closing or [asyncio.create_task(face.stop(0)) for face in server.faces]
     if closing:
         await asyncio.wait(closing, timeout=FLUSH_S)
-    connections = [listener.connections for listener in server.listeners]
-    while any(each.is_busy for each in chain(*connections)) and loop.time() < deadline:
+    while any(listener.busy_count for listener in server.listeners) and loop.time() < deadline:
         await asyncio.sleep(0.01)
     for listener in server.listeners:
         await listener.stop_accepting()

@@ -292,6 +292,11 @@ class Listener:
         if self._opening:
             await asyncio.wait(self._opening, timeout=QUIET_S)
 
+    @property
+    def busy_count(self) -> int:
+        """Connections with a request in progress."""
+        return sum(connection.is_busy for connection in self.connections)
+
     def close_idle(self, quiet_s: float = QUIET_S) -> int:
         """Close the connections that are neither busy nor just used; return how many remain."""
         now = asyncio.get_running_loop().time()

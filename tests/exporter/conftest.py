@@ -47,5 +47,5 @@ def _signatures_are_parsed_once() -> Iterator[None]:
     from onnxscript.values import TracedOnnxFunction as Traced
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Traced, "function_ir", property(cache(Traced.function_ir.fget)))
+        patch.setattr(Traced, "function_ir", property(cache(vars(Traced)["function_ir"].fget)))
         yield

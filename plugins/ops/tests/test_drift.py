@@ -37,7 +37,7 @@ def server(shared_server: LiveServer, tmp_path_factory: pytest.TempPathFactory) 
     folder = tmp_path_factory.mktemp("drift")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"`torch\.jit\.", DeprecationWarning)
-        torch.jit.save(torch.jit.script(Loans()), folder / "loans.pt")  # type: ignore[no-untyped-call]
+        torch.jit.save(torch.jit.script(Loans()), folder / "loans.pt")
     (folder / "weights.bin").write_bytes(b"none")
     (folder / "rows.json").write_text(json.dumps(ROWS * REPEATED))
     (folder / "features.json").write_text(
