@@ -112,7 +112,8 @@ class ScaleLearner:
         while math.prod(places) > MOST_PLACES:
             self._pooled.add(dim := int(np.argmax(places)))
             places[dim] = 1
-        self._sums = old = None if old is None else _pool(old, *self._pooled)
+        if old is not None and self._pooled:  # else not a bit may change
+            self._sums = old = _pool(old, *self._pooled)
         longest = max(self._pooled, key=lambda dim: output.shape[dim], default=0)
         count = output.size // _PIECE
         for piece in np.array_split(output, count, longest) if count else [output]:

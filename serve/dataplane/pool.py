@@ -487,8 +487,8 @@ class Pool:
 
     def _serve_retries(self) -> None:
         while self._retries:
-            first = self._retries[0]
-            if first.sink.done() or first.model.batchers[first.kind].refuses(first):
+            first, poison = self._retries[0], self.poison
+            if first.sink.done() or (poison and first.model.batchers[first.kind].refuses(first)):
                 self._retries.popleft()
                 continue
             able = (w for w in self.workers if w.is_ready and not (w.is_alone or w.is_closing))

@@ -31,7 +31,7 @@ from tests.adversary.networks import (
 
 GAINS = (1.0, 1e-12, 1e12)
 OFFSETS = (0.0, 1000.0)
-BY_DAY = 24
+BY_DAY = 12
 """One row of so many is tried by day."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,9 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("weights")
     export_all(wide_net(), torch.rand(5, WIDTH), folder / "wide")
     small = nn.Linear(WIDTH, 1, bias=False).eval().requires_grad_(False)
-    traced: Any = torch.jit.trace(small, torch.rand(5, WIDTH))  # type: ignore[no-untyped-call]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"`torch\.jit\.", DeprecationWarning)
+        traced: Any = torch.jit.trace(small, torch.rand(5, WIDTH))  # type: ignore[no-untyped-call]
     traced.save(folder / f"{SMALL}.pt")
     handler = folder / "handler.py"
     handler.write_text(HANDLER.format(base="modelyard.handlers"))
