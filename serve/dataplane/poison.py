@@ -26,8 +26,8 @@ ENDS = 6
 """Workers after which a client is refused whatever it asks: those of three requests, each of which
 is tried twice. One may be a damaged file, and two its copies."""
 PER_END = 10
-"""Requests, for each of these workers, from which on a client that ends some is not refused: one
-with many users behind it has more that are harmless, and lost all of them for a few."""
+"""Requests, for each of these workers, from which on a client that ends some is not refused: a
+service with many users sends many that are harmless, and would lose all of them over a few."""
 NETWORK_ENDS = 3 * ENDS
 """The same of an address, whoever its clients say that they are: where nobody asks for tokens
 anybody has one, and who is no proxy may say who sent what."""

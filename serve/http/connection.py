@@ -568,7 +568,8 @@ class Connection(asyncio.Protocol):
             Whether all is over; else nothing has happened, and a new connection has to take it.
         """
         self.transport = untried = Untried(self._socket)
-        self._is_reading_paused, self.client = True, client
+        self._is_reading_paused = True  # there is nothing that could be paused
+        self.client = client
         head, _ = find_known(self.heads, data)
         if head is None:
             if is_flood:

@@ -186,7 +186,7 @@ HEAD = b"POST / HTTP/1.1\r\nhost: localhost\r\n"
 def test_who_floods_is_answered_the_same_without_a_connection(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_unix: bool, sent: bytes, is_refused: bool
 ) -> None:
-    """As are its good requests, and other addresses, which are taken."""
+    """Good requests of the same address are still taken, and so are those of others."""
 
     monkeypatch.setattr("modelyard.serve.http.listener.FLOOD", 3)
     monkeypatch.setattr("modelyard.serve.http.listener.NOTE_S", 60.0)  # a second may be over soon
