@@ -1,13 +1,14 @@
 """ResNet-50 on a CUDA device: the bare loop and the server.
 
-    python -m benchmarks.gpu [--device cuda:0] [--batch 1 --batch 8 --batch 32] [--seconds 5]
+    python -m benchmarks.gpu [--device cuda:0] [--batch 1 --batch 8 --batch 32] [--workers 1 --workers 4]
 
 Exports the model (weights are random, from a fixed seed), archives it for each size of batch, and
 measures requests per second, PNG bytes to JSON bytes:
 
     bare       the handler in a bare loop, one batch after the other
-    served     `modelyard serve start` with one worker; wrk with connections for three batches
-"""
+    served     `modelyard serve start` with so many workers; wrk with connections for three batches
+               of each
+"""  # noqa: E501 - the command stands in one line
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ from benchmarks.memory import LOCAL_RESULTS, NETWORKS, save_checkpoint
 from benchmarks.server import Server
 from benchmarks.wrk import run_wrk
 
-BARE, SERVED = "bare", "served"
+BARE, SERVED = "bare", "served, {}"
 CONFIG = """\
 batchSize: {batch}
 handler:
@@ -55,6 +56,7 @@ def main() -> int:
     )
     parser.add_argument("--device", default="cuda:0", help="cpu for a trial of this script")
     parser.add_argument("--batch", type=int, action="append", help="default: 1, 8 and 32")
+    parser.add_argument("--workers", type=int, action="append", help="default: 1 and 4")
     parser.add_argument("--seconds", type=float, default=5)
     parser.add_argument("-o", "--output", type=Path, default=LOCAL_RESULTS)
     parser.add_argument("--name", default=time.strftime("%Y-%m-%dT%H%M%S-gpu"))
@@ -72,7 +74,8 @@ def main() -> int:
     rates: list[Rate] = []
     with tempfile.TemporaryDirectory(prefix="modelyard-gpu-") as folder:
         for batch in given.batch or (1, 8, 32):
-            rates += _measure(Path(folder), batch, given.device, given.seconds)
+            workers = given.workers or (1, 4)
+            rates += _measure(Path(folder), batch, workers, given.device, given.seconds)
             print(f"measured batch {batch}", file=sys.stderr)
     machine = {**procfs.describe_machine(), "gpu": name}
     text = table(machine, rates)
@@ -97,14 +100,15 @@ def find_device(device: str) -> str | None:
 
 
 def table(machine: dict[str, Any], rates: Sequence[Rate]) -> str:
-    """Return requests per second, a row for each size of batch."""
+    """Return requests per second, a row for each size of batch; columns say how many workers."""
     found = {(rate.batch, rate.kind): rate for rate in rates}
+    kinds = list(dict.fromkeys(rate.kind for rate in rates))
     lines = [
         f"{machine['gpu']}, {machine['cpu']}, {machine['cores']} cores; requests per second",
-        f"{'batch':>5}{BARE:>12}{SERVED:>12}",
+        f"{'batch':>5}" + "".join(f"{kind:>12}" for kind in kinds),
     ]
     for batch in dict.fromkeys(rate.batch for rate in rates):
-        row = (found.get((batch, kind)) for kind in (BARE, SERVED))
+        row = (found.get((batch, kind)) for kind in kinds)
         cells = (
             "-" if rate is None
             else f"{rate.failures} failed" if rate.failures
@@ -115,7 +119,9 @@ def table(machine: dict[str, Any], rates: Sequence[Rate]) -> str:
     return "\n".join(lines)
 
 
-def _measure(folder: Path, batch: int, device: str, seconds: float) -> list[Rate]:
+def _measure(
+    folder: Path, batch: int, workers: Sequence[int], device: str, seconds: float
+) -> list[Rate]:
     subject = _archive(folder, batch)
     unpacked = folder / f"unpacked-{subject.name}"
     unpack(subject, unpacked, device, batch)
@@ -124,13 +130,17 @@ def _measure(folder: Path, batch: int, device: str, seconds: float) -> list[Rate
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     if done.returncode:
         raise RuntimeError(f"the bare loop ended with code {done.returncode}: {done.stderr}")
-    bare = Rate(BARE, batch, float(done.stdout.splitlines()[-1]))
-    with Server(subject, 1, folder / f"state-{subject.name}", device) as server:
-        connections = CONNECTIONS_PER_ROW * batch
-        for length in (1, seconds):  # the first warms up
-            load = run_wrk(server.url, connections, length, subject.content_type, subject.requests)
-    served = (load.requests - load.failures) / load.seconds
-    return [bare, Rate(SERVED, batch, served, load.failures)]
+    rates = [Rate(BARE, batch, float(done.stdout.splitlines()[-1]))]
+    for count in workers:
+        with Server(subject, count, folder / f"state-{subject.name}-{count}", device) as server:
+            connections = CONNECTIONS_PER_ROW * batch * count
+            for length in (1, seconds):  # the first warms up
+                load = run_wrk(
+                    server.url, connections, length, subject.content_type, subject.requests
+                )
+        served = (load.requests - load.failures) / load.seconds
+        rates.append(Rate(SERVED.format(count), batch, served, load.failures))
+    return rates
 
 
 def _archive(folder: Path, batch: int) -> Subject:

@@ -32,6 +32,7 @@ _UP_TO = (100.0, 1e4)
 KINDS = (_NAN, *(f"±{end:g}" for end in _UP_TO), _CLOSED, _PADDED, _BELOW, _ABOVE)
 _FLAGS = {_NAN: "nan", _CLOSED: "closed", _PADDED: "padded"}
 _NOT_TRIED = "little was tried, or samples alone"
+_ENDS = "on a CUDA device an index that is none ends all that a process does there"
 _HALVINGS = 5
 _HOLES = 0.1
 _AT_ENDS = 0.7
@@ -77,6 +78,9 @@ def find_limits(
     untried = {"infinity": "it is not tried"} if takers[_NAN] else {}
     if reference.plan.extent in ("none", "quick"):
         return Unusual(untried=untried | dict.fromkeys(tried, _NOT_TRIED))
+    if reference.example[0].is_cuda:
+        untried |= {kind: _ENDS for kind in tried if kind in (_BELOW, _ABOVE)}
+        tried = [kind for kind in tried if kind not in untried]
     limits = {spec.name: Limits() for spec in reference.signature.inputs}
     agrees: list[str] = []
     for kind in tried:

@@ -28,11 +28,11 @@ _LEASES = (1024, 1026)
 """F_SETLEASE and F_NOTIFY of fcntl: others wait at a lease."""
 _AFFINITY = (203, 122)
 """sched_setaffinity of the caller; of any other without effect, since libraries pin threads."""
-_CLONE, _CLONE3, _SOCKET = (56, 220), (435, 435), (41, 198)
+_CLONE, _CLONE3, _SOCKET, _CONNECT = (56, 220), (435, 435), (41, 198), (42, 203)
 _NAMESPACES = 0x7E020000
 """Flags of clone that make one."""
 _AF_UNIX, _AF_INET, _AF_INET6, _AF_NETLINK = 1, 2, 10, 16
-_SOCK_RAW, _SOCK_PACKET, _TYPE = 3, 10, 0xF
+_SOCK_RAW, _SOCK_SEQPACKET, _SOCK_PACKET, _TYPE = 3, 5, 10, 0xF
 _OF_THE_USER = {"setpriority": 2, "ioprio_set": 3}
 """Value of the first argument with which the second one names a user."""
 
@@ -58,7 +58,7 @@ def is_supported() -> bool:
     return False
 
 
-def restrict(has_network: bool, has_metadata: bool = False) -> None:
+def restrict(has_network: bool, has_metadata: bool = False, has_cuda: bool = False) -> None:
     """Refuse, from now on, what no handler needs and what reaches other processes.
 
     Refused calls fail with EPERM. The thread that calls this must be the only one. no_new_privs
@@ -68,11 +68,14 @@ def restrict(has_network: bool, has_metadata: bool = False) -> None:
         has_network: whether sockets may be made; else there are but socket pairs.
         has_metadata: whether modes, owners and times of files may be changed: what is not the
             process's own refuses that by itself, or its files are left as they are.
+        has_cuda: whether CUDA is to start, which listens on a Unix socket of packets; such a socket
+            is made then, and connects to none.
 
     Raises:
         OSError: the kernel takes no filter.
     """
-    code = b"".join(_program(platform.machine(), has_network, has_metadata, os.getpid()))
+    program = _program(platform.machine(), has_network, has_metadata, os.getpid(), has_cuda)
+    code = b"".join(program)
     instructions = ctypes.create_string_buffer(code, len(code))
     header = struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(instructions))
     column, _ = _ARCHITECTURES[platform.machine()]
@@ -80,7 +83,9 @@ def restrict(has_network: bool, has_metadata: bool = False) -> None:
     syscall(_SECCOMP[column], _SET_MODE_FILTER, _SPEC_ALLOW, header)
 
 
-def _program(machine: str, has_network: bool, has_metadata: bool, pid: int) -> Program:
+def _program(
+    machine: str, has_network: bool, has_metadata: bool, pid: int, has_cuda: bool = False
+) -> Program:
     """Return the filter; what no part of it answers is allowed."""
     column, architecture = _ARCHITECTURES[machine]
     program = [
@@ -109,7 +114,10 @@ def _program(machine: str, has_network: bool, has_metadata: bool, pid: int) -> P
         _CLONE[column],
         [_load_argument(0), *_if(_IF_ANY_BIT, _NAMESPACES, [_refuse()]), _allow()],
     )
-    program += _if(_IF_EQUAL, _SOCKET[column], _sockets() if has_network else [_refuse()])
+    if not has_network:  # its library takes a server of several processes for absent then
+        program += _if(_IF_EQUAL, _CONNECT[column], [_refuse(errno.ECONNREFUSED)])
+    sockets = _sockets() if has_network else _listeners() if has_cuda else [_refuse()]
+    program += _if(_IF_EQUAL, _SOCKET[column], sockets)
     for name, (*columns, argument) in _OF_ITSELF.items():
         test: Program = []
         if name in _OF_THE_USER:
@@ -134,6 +142,13 @@ def _sockets() -> Program:
         *_among((_AF_UNIX, _AF_INET, _AF_INET6), common),
         _refuse(),
     ]
+
+
+def _listeners() -> Program:
+    """Return what allows Unix sockets of packets, which name nobody unless they are connected."""
+    packets = [_load_argument(1), _instruction(_AND, _TYPE)]
+    packets += _if(_IF_EQUAL, _SOCK_SEQPACKET, [_allow()])
+    return [_load_argument(0), *_if(_IF_EQUAL, _AF_UNIX, packets), _refuse()]
 
 
 def _if(test: int, value: int, then: Program) -> Program:

@@ -88,7 +88,8 @@ def raise_walls(walls: Walls) -> None:
     if landlock.version():
         landlock.restrict(None if walls.has_files else _rules(walls))
     if calls.is_supported():
-        calls.restrict(walls.has_network, _has_metadata(walls))
+        has_cuda = any(each.startswith("/dev/nvidia") for each in walls.devices)
+        calls.restrict(walls.has_network, _has_metadata(walls), has_cuda)
 
 
 def _has_metadata(walls: Walls) -> bool:
@@ -116,7 +117,8 @@ def _rules(walls: Walls) -> Iterator[tuple[str, int]]:
     yield from ((path, landlock.READ) for path in walls.reads)
     yield from ((path, landlock.WRITE) for path in walls.writes)
     yield from ((path, landlock.DEVICE) for path in walls.devices)
-    yield places.OWN, landlock.READ | landlock.WRITE_FILE
+    # Threads are named by a file there, which CUDA opens as one that is written anew.
+    yield places.OWN, landlock.READ | landlock.WRITE_FILE | landlock.TRUNCATE
     hidden = 0 if walls.has_mounts else landlock.READ_DIR  # others' names, drawn at random
     yield places.SHARED_MEMORY, landlock.WRITE & ~hidden
 

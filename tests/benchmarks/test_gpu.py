@@ -39,11 +39,12 @@ def test_every_batch_is_answered_and_counted() -> None:
 
 
 def test_the_table_has_a_row_for_each_batch() -> None:
-    rates = [Rate("bare", 1, 200.0), Rate("bare", 8, 1234.4), Rate("served", 8, 2000.0, failures=3)]
+    served = Rate("served, 4", 8, 2000.0, failures=3)
+    rates = [Rate("bare", 1, 200.0), Rate("bare", 8, 1234.4), served]
     machine = {"gpu": "A card", "cpu": "A processor", "cores": 4}
     assert table(machine, rates).splitlines() == [
         "A card, A processor, 4 cores; requests per second",
-        "batch        bare      served",
+        "batch        bare   served, 4",
         "    1         200           -",
         "    8       1,234    3 failed",
     ]

@@ -20,12 +20,14 @@ from tests.serve.walls.identities import IS_ROOT
 ALLOWED, REFUSED, DONE = 0x7FFF0000, 0x00050001, 0x00050000
 
 
-def judge(machine: str, has_network: bool, number: int, *arguments: int) -> int:
+def judge(
+    machine: str, has_network: bool, number: int, *arguments: int, has_cuda: bool = False
+) -> int:
     """Run the filter as the kernel does, and return its verdict."""
     architecture = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}[machine]
     words = [*arguments, *(0,) * (6 - len(arguments))]
     data = struct.pack("=IIQ6Q", number, architecture, 0, *words)
-    built = calls._program(machine, has_network, False, 77)
+    built = calls._program(machine, has_network, False, 77, has_cuda)
     program = [struct.unpack("HBBI", each) for each in built]
     at = value = 0
     while True:
@@ -93,6 +95,18 @@ def test_the_filter_judges_alike_on_both_architectures(machine: str) -> None:
         assert judge(machine, True, socket_, family, kind) == verdict
         assert judge(machine, False, socket_, family, kind) == REFUSED
     assert judge(machine, True, socket_, route, raw, 9) == REFUSED  # another part of the kernel
+    packets, datagram = 5, 2
+    for family, kind, verdict in (
+        (unix, packets | cloexec, ALLOWED),
+        (unix, stream, REFUSED),
+        (unix, datagram, REFUSED),
+        (internet, packets, REFUSED),
+        (packet, packets, REFUSED),
+    ):
+        assert judge(machine, False, socket_, family, kind, has_cuda=True) == verdict
+    for has_cuda in (False, True):
+        assert judge(machine, False, calls._CONNECT[column], 3, has_cuda=has_cuda) == 0x0005006F
+    assert judge(machine, True, calls._CONNECT[column], 3) == ALLOWED
     assert OF_ITSELF.keys() == calls._OF_ITSELF.keys()
     for name, (before, user) in OF_ITSELF.items():
         number = calls._OF_ITSELF[name][column]
@@ -122,7 +136,7 @@ def test_the_numbers_are_those_of_this_machine() -> None:
                     there[name.removeprefix("__NR_").removeprefix("__NR3264_")] = int(number)
         others = {"clone": calls._CLONE, "clone3": calls._CLONE3, "socket": calls._SOCKET,
                   "sched_setaffinity": calls._AFFINITY, "ioctl": calls._IOCTL,
-                  "fcntl": calls._FCNTL}  # fmt: skip
+                  "fcntl": calls._FCNTL, "connect": calls._CONNECT}  # fmt: skip
         known = calls._DENIED | calls._OF_ITSELF | calls._WATCHING | calls._METADATA | others
         for name, numbers in known.items():
             assert numbers[column[machine]] >= 0 or name not in there, name
@@ -135,6 +149,32 @@ def test_calls_since_linux_5_1_have_one_number_everywhere() -> None:
     """Headers that are older than a call do not know it."""
     for name, (one, other) in (calls._DENIED | calls._METADATA | calls._WATCHING).items():
         assert one == other or max(one, other) < 424, name
+
+
+CUDA_STARTS = """
+import socket, sys, threading
+from pathlib import Path
+from modelyard.serve.walls import raising
+raising.raise_walls(raising.Walls(False, reads=tuple(sys.argv[1:]), devices=("/dev/nvidiactl",)))
+with open(f"/proc/self/task/{threading.get_native_id()}/comm", "wb") as name:
+    name.write(b"cuda00001400006")
+mark = Path("/proc/self/ns/pid").readlink().name[5:-1]
+listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+listener.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+listener.bind(f"\\0cuda-uvmfd-{mark}-{threading.get_native_id()}")
+listener.listen(16)
+try:
+    socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET).connect(listener.getsockname())
+except ConnectionRefusedError:
+    print("listens")
+"""
+
+
+def test_what_cuda_does_when_it_starts_is_not_refused() -> None:
+    """As libcuda 580 did it on an H200: else cuInit fails with 304."""
+    command = [sys.executable, "-c", CUDA_STARTS, sys.prefix, sys.base_prefix, os.getcwd()]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ran.stdout == "listens\n", ran.stderr
 
 
 METADATA = """

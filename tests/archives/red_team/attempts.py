@@ -805,8 +805,12 @@ FAMILIES = {"IP": 2, "IPv6": 10, "Unix": 1, "netlink": 16, "packets": 17, "VSOCK
 @attempt("network", *FAMILIES)
 def make_socket(world, family):
     for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_RAW, socket.SOCK_SEQPACKET):
-        with contextlib.suppress(OSError):
-            socket.socket(FAMILIES[family], kind).close()
+        with contextlib.suppress(OSError), socket.socket(FAMILIES[family], kind) as made:
+            if family == "Unix" and kind == socket.SOCK_SEQPACKET:  # CUDA listens with one
+                made.bind("")  # to an abstract name
+                made.listen()
+                with socket.socket(socket.AF_UNIX, kind) as connection:
+                    connection.connect(made.getsockname())
             return "made"
     return refuse("there is none of that kind")
 
