@@ -72,14 +72,13 @@ def main() -> int:
               file=sys.stderr)  # fmt: skip
         return 1
     rates: list[Rate] = []
+    machine = {**procfs.describe_machine(), "gpu": name}
     with tempfile.TemporaryDirectory(prefix="modelyard-gpu-") as folder:
         for batch in given.batch or (1, 8, 32):
             workers = given.workers or (1, 4)
             rates += _measure(Path(folder), batch, workers, given.device, given.seconds)
-            print(f"measured batch {batch}", file=sys.stderr)
-    machine = {**procfs.describe_machine(), "gpu": name}
-    text = table(machine, rates)
-    print(text)
+            text = table(machine, rates)
+            print(text, flush=True)  # whoever ends it before the end has what was measured
     given.output.mkdir(parents=True, exist_ok=True)
     about = {"date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "machine": machine}
     content = {**about, "rates": [asdict(rate) for rate in rates]}

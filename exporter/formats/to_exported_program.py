@@ -53,6 +53,8 @@ _KNOWN: tuple[tuple[str, type[Warning]], ...] = (
     (r"The tensor attributes? (self\.\S*_flat_weights\[\d+\](, )?)+ w", UserWarning),
     # Reading bytecode, torch asks the example for a number as forward() would.
     ("Converting a tensor with requires_grad=True to a scalar", UserWarning),
+    # Inductor's advice on CUDA; the export itself says what is rounded (`--tf32`).
+    ("TensorFloat32 tensor cores", UserWarning),
     # One name that stands in two inputs is one size: what the signature means.
     ("# The axis name: .* will not be used", UserWarning),
 )

@@ -58,24 +58,22 @@ def is_supported() -> bool:
     return False
 
 
-def restrict(has_network: bool, has_metadata: bool = False, has_cuda: bool = False) -> None:
+def restrict(has_network: bool, has_metadata: bool = False) -> None:
     """Refuse, from now on, what no handler needs and what reaches other processes.
 
     Refused calls fail with EPERM. The thread that calls this must be the only one. no_new_privs
     must be set.
 
     Args:
-        has_network: whether sockets may be made; else there are but socket pairs.
+        has_network: whether sockets may be connected; else there are but socket pairs, and what
+            CUDA listens on.
         has_metadata: whether modes, owners and times of files may be changed: what is not the
             process's own refuses that by itself, or its files are left as they are.
-        has_cuda: whether CUDA is to start, which listens on a Unix socket of packets; such a socket
-            is made then, and connects to none.
 
     Raises:
         OSError: the kernel takes no filter.
     """
-    program = _program(platform.machine(), has_network, has_metadata, os.getpid(), has_cuda)
-    code = b"".join(program)
+    code = b"".join(_program(platform.machine(), has_network, has_metadata, os.getpid()))
     instructions = ctypes.create_string_buffer(code, len(code))
     header = struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(instructions))
     column, _ = _ARCHITECTURES[platform.machine()]
@@ -83,9 +81,7 @@ def restrict(has_network: bool, has_metadata: bool = False, has_cuda: bool = Fal
     syscall(_SECCOMP[column], _SET_MODE_FILTER, _SPEC_ALLOW, header)
 
 
-def _program(
-    machine: str, has_network: bool, has_metadata: bool, pid: int, has_cuda: bool = False
-) -> Program:
+def _program(machine: str, has_network: bool, has_metadata: bool, pid: int) -> Program:
     """Return the filter; what no part of it answers is allowed."""
     column, architecture = _ARCHITECTURES[machine]
     program = [
@@ -114,10 +110,9 @@ def _program(
         _CLONE[column],
         [_load_argument(0), *_if(_IF_ANY_BIT, _NAMESPACES, [_refuse()]), _allow()],
     )
-    if not has_network:  # its library takes a server of several processes for absent then
+    if not has_network:  # CUDA then takes a server that several processes share for absent
         program += _if(_IF_EQUAL, _CONNECT[column], [_refuse(errno.ECONNREFUSED)])
-    sockets = _sockets() if has_network else _listeners() if has_cuda else [_refuse()]
-    program += _if(_IF_EQUAL, _SOCKET[column], sockets)
+    program += _if(_IF_EQUAL, _SOCKET[column], _sockets() if has_network else _listeners())
     for name, (*columns, argument) in _OF_ITSELF.items():
         test: Program = []
         if name in _OF_THE_USER:
@@ -145,9 +140,11 @@ def _sockets() -> Program:
 
 
 def _listeners() -> Program:
-    """Return what allows Unix sockets of packets, which name nobody unless they are connected."""
-    packets = [_load_argument(1), _instruction(_AND, _TYPE)]
-    packets += _if(_IF_EQUAL, _SOCK_SEQPACKET, [_allow()])
+    """Return what allows Unix sockets of packets, which reach nobody unless they are connected.
+
+    CUDA listens on one, and does not start without.
+    """
+    packets = [_load_argument(1), _instruction(_AND, _TYPE), *_among([_SOCK_SEQPACKET], [_allow()])]
     return [_load_argument(0), *_if(_IF_EQUAL, _AF_UNIX, packets), _refuse()]
 
 

@@ -18,7 +18,7 @@ class Walls:
     """Part of the LOAD message."""
 
     has_network: bool
-    """Whether sockets may be made."""
+    """Whether sockets may be connected."""
     has_files: bool = False
     """Whether files are left as they are: the next four mean nothing then."""
     reads: tuple[str, ...] = ()
@@ -88,8 +88,7 @@ def raise_walls(walls: Walls) -> None:
     if landlock.version():
         landlock.restrict(None if walls.has_files else _rules(walls))
     if calls.is_supported():
-        has_cuda = any(each.startswith("/dev/nvidia") for each in walls.devices)
-        calls.restrict(walls.has_network, _has_metadata(walls), has_cuda)
+        calls.restrict(walls.has_network, _has_metadata(walls))
 
 
 def _has_metadata(walls: Walls) -> bool:
