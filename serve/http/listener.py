@@ -17,7 +17,7 @@ from functools import partial
 from math import inf
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -62,26 +62,6 @@ Tls = Callable[[], "TlsContext"]
 """Returns certificate and key for the next client."""
 
 
-class Listening(Protocol):
-    """What a listener needs of its socket."""
-
-    def accept(self) -> tuple[socket.socket, Any]:
-        """Return a new connection.
-
-        Raises:
-            OSError: there is none, as of a socket that does not block.
-        """
-
-    def listen(self, backlog: int, /) -> None:
-        """Take connections, so many until they are accepted."""
-
-    def fileno(self) -> int:
-        """Return the descriptor that is readable when there is a connection."""
-
-    def close(self) -> None:
-        """Accept no more."""
-
-
 @dataclass(eq=False)
 class Listener:
     """A bound socket and the connections that it accepted.
@@ -107,8 +87,6 @@ class Listener:
     budget: AnswerBudget = field(default_factory=AnswerBudget)
     spares_descriptors: bool = False
     """Whether it leaves the last file descriptors to the others."""
-    listening: Listening | None = None
-    """A socket that is bound already, or what accepts like one."""
 
     def __post_init__(self) -> None:
         if not HAS_PARSER:
@@ -116,9 +94,7 @@ class Listener:
                 "httptools is not installed, and no other parser is strict enough to take its "
                 "place; install it: pip install httptools"
             )
-        if self.listening is None:
-            self.listening, self.address = bind(self.address)
-        self._socket = self.listening
+        self._socket, self.address = bind(self.address)
         self._tls = self.tls if self.address.is_tls else None
         self.check_site = self.site or SiteCheck(self.address)
         self.connections: set[Connection] = set()
@@ -138,6 +114,8 @@ class Listener:
         said_at, count = self._noted.get(host, (-inf, 0))
         if now - said_at < NOTE_S:
             self._noted[host] = said_at, count + 1
+            if count % FLOOD == FLOOD - 1:
+                self._defer(1)
             return
         if len(self._noted) >= MOST_NOTED:
             self._noted.clear()
@@ -165,8 +143,17 @@ class Listener:
             connection.check(now)
         if self._count < self._room // 2:
             self._room = self.settings.max_connections
+        self._defer(0)
         self.resume()
         self._sweeper = self._loop.call_later(SWEEP_S, self._sweep)
+
+    def _defer(self, patience_s: int) -> None:
+        """Accept a client with its first bytes, or without once it has sent none for that long.
+
+        What is refused for them then needs no connection.
+        """
+        if self.address.path is None:
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, patience_s)
 
     # -- accepting -------------------------------------------------------------------------------
 

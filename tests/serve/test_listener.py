@@ -231,6 +231,46 @@ def test_who_floods_is_answered_the_same_without_a_connection(
     uvloop.run(scenario())
 
 
+def test_while_somebody_floods_clients_are_accepted_with_their_first_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Or later, without: who says nothing at first is answered all the same."""
+    monkeypatch.setattr("modelyard.serve.http.listener.FLOOD", 3)
+    monkeypatch.setattr("modelyard.serve.http.listener.NOTE_S", 60.0)
+    monkeypatch.setattr("modelyard.serve.http.listener.SWEEP_S", 60.0)
+
+    async def scenario() -> None:
+        listener = Counting(Digests(), Address("127.0.0.1", 0))
+        await listener.start()
+
+        async def ask(sent: bytes, after_s: float) -> tuple[int, bytes]:
+            """Return how many connections were open before it was sent, and the answer."""
+            reader, writer = await asyncio.open_connection("127.0.0.1", listener.address.port)
+            await asyncio.sleep(after_s)
+            opened = listener.opened
+            writer.write(sent)
+            writer.write_eof()
+            answer = await reader.read()
+            writer.close()
+            return opened, answer
+
+        nonsense = b"nonsense\r\n\r\n"
+        for _ in range(4):
+            await ask(nonsense, 0)
+        before = listener.opened
+        assert (await ask(nonsense, 0.05))[0] == listener.opened == before
+        whole = HEAD + b"content-length: 5\r\n\r\nhello"
+        for after_s in (0.05, 3.5):
+            opened, answer = await ask(whole, after_s)
+            assert sha256(b"hello").hexdigest().encode() in answer
+        assert opened == before + 2, "who says nothing for seconds is accepted"
+        listener._sweep()
+        assert (await ask(whole, 0.05))[0] == opened + 1, "at once, once nobody floods"
+        await listener.stop_accepting()
+
+    uvloop.run(scenario())
+
+
 def test_what_is_refused_leaves_nothing_that_only_a_search_for_cycles_finds() -> None:
     """Of a flood's, such a search took 60 ms at once, in which nobody was answered."""
 
