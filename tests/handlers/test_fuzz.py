@@ -29,5 +29,4 @@ def test_programs_of_listed_operators_end_no_process_and_show_no_memory() -> Non
 @pytest.mark.parametrize("generator", ["samples", "edges"])
 def test_samples_of_torch_in_every_layout_and_with_hostile_values(generator: str) -> None:
     """From another seed each day, which the output of a failure names."""
-    pytest.importorskip("expecttest")  # torch's own tests need it
     fuzz(generator, f"--seconds={NIGHT_S}", f"--seed={int(time.time()) // 86400 * 100_000}")
