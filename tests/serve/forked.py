@@ -75,6 +75,8 @@ def start(command: list[str], **options: Any) -> subprocess.Popen[str]:
 def become_server() -> None:
     """Run a server in place of the interpreter that was to be started, whose files are there."""
     os.closerange(3, 1 << 12)  # among them the one whose end says that the start went well
+    for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # as a new interpreter does; Popen undid it
+        signal.signal(ignored, signal.SIG_IGN)
     code = 1
     try:
         code = server.main()

@@ -49,6 +49,16 @@ def handle(data, context):
     time.sleep(0.3)
     return ["done"] * len(data)
 """
+MORTAL = """
+import os
+
+def handle(data, context):
+    if data is None:
+        return None
+    if (data[0]["body"] or b"").startswith(b"end"):
+        os.kill(os.getpid(), 11)
+    return ["alive"]
+"""
 HEADERS = {
     "pragma": "no-cache",
     "cache-control": "no-cache; no-store, must-revalidate, private",
@@ -107,6 +117,7 @@ def home(tmp_path_factory: pytest.TempPathFactory, remote: str) -> Iterator[Home
     write_mar(home.store / "conf.mar", name="conf", config="minWorkers: 1\nmaxWorkers: 3\n")
     hasty = "minWorkers: 1\nclientTimeoutInMills: 900\n"
     write_mar(home.store / "sleepy.mar", SLEEPY, "sleepy", config=hasty)
+    write_mar(home.store / "mortal.mar", MORTAL, "mortal", config="minWorkers: 1\n")
     (home.store / "garbage.mar").write_bytes(b"no archive")
     home.start(
         "--models",
@@ -739,3 +750,30 @@ def test_many_operators_at_once_get_only_answers_that_are_documented(home: Home)
         client.delete(f"{path}/1.0")
         client.delete(path)
         assert client.get(path).status_code == 404
+
+
+# -- requests that end workers -----------------------------------------------------------------
+
+
+def test_what_ends_workers_is_refused_and_so_is_who_sends_ever_new_ones(
+    home: Home, client: httpx.Client, management: httpx.Client
+) -> None:
+    management.post("/models", params={"url": "mortal.mar", "initial_workers": 1})
+
+    def ask(body: str, host: str = "127.0.0.1") -> httpx.Response:
+        home.wait_for_workers("mortal")
+        transport = httpx.HTTPTransport(local_address=host)
+        with httpx.Client(transport=transport, base_url=client.base_url, timeout=60) as mine:
+            return mine.post("/predictions/mortal", content=body)
+
+    worker_died = (500, "InternalServerException", "Worker died.")
+    assert error(ask("end 0", "127.0.0.7")) == worker_died
+    status, kind, message = error(ask("end 0", "127.0.0.8"))
+    assert (status, kind) == (400, "BadRequestException")
+    assert message.startswith("this request has just ended two workers of the model, the last one")
+    assert [error(ask(f"end {number}", "127.0.0.7")) for number in (1, 2)] == [worker_died] * 2
+    refused = ask("harmless", "127.0.0.7")
+    assert error(refused)[0] == 503
+    assert refused.headers["x-modelyard-reason"].startswith("requests of 127.0.0.7 have just ended 6 workers")
+    assert 0 < int(refused.headers["retry-after"]) <= 60
+    assert ask("harmless").text == "alive"
