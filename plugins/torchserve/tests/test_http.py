@@ -774,6 +774,8 @@ def test_what_ends_workers_is_refused_and_so_is_who_sends_ever_new_ones(
     assert [error(ask(f"end {number}", "127.0.0.7")) for number in (1, 2)] == [worker_died] * 2
     refused = ask("harmless", "127.0.0.7")
     assert error(refused)[0] == 503
-    assert refused.headers["x-modelyard-reason"].startswith("requests of 127.0.0.7 have just ended 6 workers")
+    assert refused.headers["x-modelyard-reason"].startswith(
+        "requests of 127.0.0.7 have just ended 6 workers"
+    )
     assert 0 < int(refused.headers["retry-after"]) <= 60
     assert ask("harmless").text == "alive"
