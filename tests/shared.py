@@ -142,7 +142,7 @@ def digits_artifacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path
     return {format: folder / "artifacts" / file for format, file in FILES.items()}
 
 
-def archive_digits(name: str, artifact: Path, store: Path) -> Path:
+def archive_digits(name: str, artifact: Path, store: Path, *, dry_run: bool = False) -> Path:
     """Archive an artifact of the digits model as its example does, with two golden requests."""
     return write_archive(
         name,
@@ -153,6 +153,7 @@ def archive_digits(name: str, artifact: Path, store: Path) -> Path:
         extra_files=[DIGITS / "index_to_name.json"],
         config_file=DIGITS / "model-config.yaml",
         examples=[f"{DIGITS / 'scans' / f'{digit}.png'}={digit}" for digit in (2, 7)],
+        dry_run=dry_run,
     )
 
 

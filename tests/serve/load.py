@@ -26,13 +26,20 @@ class Answer(NamedTuple):
     body: bytes
 
 
-def ask(server: LiveServer, model: str, body: str, timeout_s: float = 240) -> Answer:
+def ask(
+    server: LiveServer, model: str, body: str, timeout_s: float = 240, host: str = "127.0.0.1"
+) -> Answer:
     """Send one request over a connection of its own, which leaves no descriptor behind.
+
+    Args:
+        host: address of this machine that it comes from.
 
     Raises:
         OSError, http.client.HTTPException: the connection ended without an answer.
     """
-    connection = http.client.HTTPConnection(*server.address, timeout=timeout_s)
+    connection = http.client.HTTPConnection(
+        *server.address, timeout=timeout_s, source_address=(host, 0)
+    )
     try:
         connection.request("POST", f"/predictions/{model}", body, {"Connection": "close"})
         answer = connection.getresponse()

@@ -13,6 +13,8 @@ import signal
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ from tests.serve.live import LiveServer, build_archive, descendants, poll
 from tests.serve.load import Answer, Load, ask, unharmed
 
 HEALTHY = "healthy"
+HOSTS = count(1)
 RESPONSE_TIMEOUT_S = 1
 CONFIGS = {
     # Some batches here cost eight workers, which take seconds each to be replaced.
@@ -53,11 +56,15 @@ def ends_in_log(server: LiveServer, model: str) -> int:
 def in_one_batch(
     server: LiveServer, threads: ThreadPoolExecutor, gate: Path, *bodies: str, model: str = "sick"
 ) -> list[Answer]:
-    """Have a worker hold these requests while it runs another: they are its next batch."""
+    """Have a worker hold these requests while it runs another: they are its next batch.
+
+    Each comes from an address of its own: who ends six workers is refused all else (test_poison).
+    """
     answers: list[Future[Answer]] = []
     before = server.handed_over(model)
     for body in (f"until {gate}", *bodies):
-        answers.append(threads.submit(ask, server, model, body))
+        host = "127.1.{}.{}".format(*divmod(next(HOSTS), 250))
+        answers.append(threads.submit(partial(ask, host=host), server, model, body))
         poll(lambda: server.handed_over(model) == before + len(answers), "it is handed over")
     gate.touch()
     first, *others = [answer.result() for answer in answers]

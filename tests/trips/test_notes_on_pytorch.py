@@ -57,7 +57,8 @@ def test_lightnings_own_files_are_served_with_the_modules_answers(
     assert "lightning" in done("inspect", tmp_path / "autoencoder.ckpt").lower()
     assert "TorchScript" in done("inspect", tmp_path / "model.pt")
     done("export", tmp_path / "autoencoder.onnx", "-o", tmp_path / "build", "--quick")
-    artifacts = {"script": tmp_path / "model.pt", "onnx": tmp_path / "build" / "autoencoder.onnx"}
+    built = tmp_path / "build" / "autoencoder.onnx"
+    artifacts = {"lightning_script": tmp_path / "model.pt", "lightning_onnx": built}
     for name, artifact in artifacts.items():
         words = ("--artifact", artifact, "--handler", "base_handler", "-o", shared_server.store)
         done("archive", name, *words)

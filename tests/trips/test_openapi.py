@@ -110,6 +110,9 @@ def test_what_a_model_answers_is_what_its_document_says(
             failed = server.client.request(method, f"{path}-none", **given)
             schema = operation["responses"]["404"]["content"]["application/json"]["schema"]
             assert list(problems(failed.json(), schema, whole)) == []
+    for name, schema in whole["components"]["schemas"].items():
+        is_class = not {"properties", "anyOf"} <= schema.keys() and not [*arrays_of_nothing(schema)]
+        assert is_class, f"generators make no class of {name}"
     if explains:
         query = "target=top-2&n_steps=10"
         several = server.client.post(f"/explanations/{model}?{query}", content=SCAN.read_bytes())
@@ -155,6 +158,18 @@ def test_numbers_are_as_the_signature_has_them() -> None:
     assert schemas["IdsInput"]["properties"]["datatype"]["enum"] == ["INT64"]
     either = schemas["InferRequest"]["properties"]["inputs"]["items"]["anyOf"]
     assert [each["$ref"].rpartition("/")[2] for each in either] == ["IdsInput", "MaskInput"]
+
+
+def arrays_of_nothing(schema: Any) -> Iterator[Any]:
+    """Yield the schemas inside one of arrays that do not say what they hold."""
+    if isinstance(schema, dict):
+        if "array" in (schema.get("type") or ()) and not {"items", "prefixItems"} & schema.keys():
+            yield schema
+        for each in schema.values():
+            yield from arrays_of_nothing(each)
+    elif isinstance(schema, list):
+        for each in schema:
+            yield from arrays_of_nothing(each)
 
 
 USE = """

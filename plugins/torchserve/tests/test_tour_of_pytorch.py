@@ -112,7 +112,8 @@ def test_the_checkpoint_is_exported_in_every_format(folder: Path) -> None:
     run("export.sh", folder, ENVIRONMENT)
     names = {file.name for file in (folder / "build").iterdir()}
     assert names >= {f"best.{suffix}" for suffix in ("pt2", "onnx", "pt")}
-    scripted = torch.jit.load(folder / "build" / "best.pt")  # type: ignore[no-untyped-call]
+    with pytest.warns(DeprecationWarning, match="`torch.jit.load` is deprecated"):
+        scripted = torch.jit.load(folder / "build" / "best.pt")  # type: ignore[no-untyped-call]
     inputs = np.fromfile(folder / "inputs.f32", dtype=np.float32).reshape(8, 1, 28, 28)
     with torch.no_grad():
         answers = scripted(torch.from_numpy(inputs)).numpy()
