@@ -47,8 +47,13 @@ _SIZED = re.compile(
 # What an ordinary export gives the largest integer: the end of a slice that has none.
 _ANY_INTEGER = re.compile(r"aten\.slice(_scatter)?\.")
 _WHOLE_DIVISION = re.compile(r"aten\.(floor_divide|fmod|remainder)_?\.")
-# What divides by a greatest common divisor, which is -1 beside the least integer.
-_MULTIPLE = re.compile(r"aten\.lcm\.")
+_CHANGED: Mapping[str, Callable[[Tensor], Tensor]] = {
+    # It divides by a greatest common divisor, which is -1 beside the least integer.
+    "lcm": lambda value: value.masked_fill(value == torch.iinfo(value.dtype).min, 0),
+    # LAPACK's dgeev writes beyond its memory for numbers of 1e300; infinities torch refuses.
+    "linalg_eig": lambda value: value.masked_fill(value.abs() > 1e150, math.inf),
+}
+"""Operator → what is put in the place of numbers in its tensors that it cannot take."""
 _COUNTS: Mapping[str, re.Pattern[str]] = {
     "repeats": re.compile(r"aten\.repeat_interleave\."),
     "self": re.compile(r"aten\.(one_hot|bincount)\."),
@@ -134,8 +139,8 @@ def _checks(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) 
             is_written = argument.alias_info is not None and argument.alias_info.is_write
             if not takes_any and not is_written:
                 yield _changed(place, partial(_lay_out, bool(_LAID_OUT.match(name))))
-            if _MULTIPLE.match(name):
-                yield _changed(place, _without_least)
+            if (change := _CHANGED.get(name.split(".")[1])) is not None:
+                yield _changed(place, change)
             if (counting := _COUNTS.get(argument.name)) and counting.match(name):
                 yield _changed(place, partial(_count, argument.name))
         elif ("int" in kind or "float" in kind) and not _SIZED.match(name):
@@ -201,11 +206,6 @@ def _count(name: str, value: Any) -> Any:
                 f"{name} holds {least} to {most}, expected numbers up to {MOST} in all"
             )
     return value
-
-
-def _without_least(value: Tensor) -> Tensor:
-    """Put 0 in the place of the least integer, no multiple of which its dtype holds."""
-    return value.masked_fill(value == torch.iinfo(value.dtype).min, 0)
 
 
 def _divide(is_written: bool, args: list[Any], kwargs: dict[str, Any]) -> None:

@@ -177,6 +177,21 @@ def test_a_least_common_multiple_of_the_least_integer_ends_nothing(
     assert run(least, most).tolist() == [0, 0, 0]
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.complex128])
+def test_eigenvalues_of_numbers_that_lapack_cannot_take_are_refused(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Those of float64 from 1e300 on had it write beyond its memory (MKL's dgeev)."""
+    x = torch.randn(2, 5, 5, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    run = loaded(lambda x: torch.linalg.eig(x).eigenvalues, tmp_path, x)
+    assert torch.equal(run(x), torch.linalg.eig(x).eigenvalues)
+    assert run(x * 1e30).isfinite().all()
+    for far in (*(() if dtype == torch.float32 else (1e300, -1e308)), torch.inf, torch.nan):
+        x[1, 3, 2] = far
+        with pytest.raises(RuntimeError, match="should not contain infs or NaNs"):
+            run(x)
+
+
 def test_a_network_without_such_calls_is_as_it_was(tmp_path: Path) -> None:
     """What ordinary networks call in every layer has nothing in front of it."""
     layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
