@@ -152,7 +152,7 @@ class Listener:
 
         What is refused for them then needs no connection.
         """
-        if self.address.path is None:
+        if self.address.path is None and not self._is_stopping:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, patience_s)
 
     # -- accepting -------------------------------------------------------------------------------

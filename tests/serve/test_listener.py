@@ -267,6 +267,7 @@ def test_while_somebody_floods_clients_are_accepted_with_their_first_bytes(
         listener._sweep()
         assert (await ask(whole, 0.05))[0] == opened + 1, "at once, once nobody floods"
         await listener.stop_accepting()
+        listener._sweep()  # which goes on while requests are answered still
 
     uvloop.run(scenario())
 
