@@ -57,4 +57,9 @@ def wrong_in(answer: Any) -> list[str]:
         each for each in DOCUMENT["answers"]["explain"]["anyOf"]
         if each["$ref"].endswith("OfTargets") == several
     )  # fmt: skip
-    return wrong(answer, schema)
+    found = wrong(answer, schema)
+    for each in answer["explanations"] if several else [answer]:
+        # Of a schema that says so generators make no class.
+        if not ({"attributions", "shape"} <= each.keys() or "regions" in each):
+            found.append("is neither numbers nor regions")
+    return found

@@ -66,7 +66,7 @@ def _without(name: str) -> Callable[[dict[str, Any]], object]:
     [
         (_without("error"), "lacks error"),
         (_without("schema_version"), "lacks schema_version"),
-        (_without("regions"), "is as none of"),
+        (_without("regions"), "is neither numbers nor regions"),
         (lambda answer: answer["regions"].pop("counts"), ".regions lacks counts"),
         (lambda answer: answer.update(eror=0.1), ".eror is not known"),
         (lambda answer: answer["regions"]["strongest"][0].update(x=1), "[0].x is not known"),
