@@ -170,8 +170,8 @@ def main(store: Path, events: Sequence[str]) -> None:
             assert outcomes["200 of 1.0"] and outcomes["200 of 2.0"]
     poll(lambda: not servers(), "no server is left", 30)
     cells = Path(os.environ["TMPDIR"], f"modelyard-{os.getuid()}", "cells")
-    # What a killed one leaves, folder and lock, goes when the next one starts, unless that is before
-    # Ray has ended it.
+    # What a killed one leaves, folder and lock, goes when the next one starts, unless Ray has not
+    # ended it by then.
     most = 2 if "kill" in events else 0
     poll(lambda: len([*cells.iterdir()]) <= most, "no folder of a cell is left", 10)
     say("all is well")
