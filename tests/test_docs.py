@@ -80,12 +80,12 @@ def without_shared_export(commands: str) -> str:
 
 def free_ports(count: int) -> list[int]:
     """Return ports that nobody has who asks for any: those are given out from 32768 on."""
-    ports: list[int] = []
+    ports: set[int] = set()
     while len(ports) < count:
         port = random.randrange(20_000, 32_000)
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            ports.append(port)
-    return ports if len({*ports}) == count else free_ports(count)
+            ports.add(port)
+    return [*ports]
 
 
 class Yard:

@@ -221,7 +221,7 @@ def _leaves(output: Any) -> list[Any]:
 
 
 AT_NIGHT = ("attention with a mask", "GRU", "convolution in bfloat16")
-"""By day a transformer's encoder, an LSTM and a convolution do as well."""
+"""Left to the night: a transformer's encoder, an LSTM and a convolution run by day."""
 
 
 @pytest.mark.parametrize(
