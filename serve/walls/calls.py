@@ -32,7 +32,7 @@ _CLONE, _CLONE3, _SOCKET, _CONNECT = (56, 220), (435, 435), (41, 198), (42, 203)
 _NAMESPACES = 0x7E020000
 """Flags of clone that make one."""
 _AF_UNIX, _AF_INET, _AF_INET6, _AF_NETLINK = 1, 2, 10, 16
-_SOCK_RAW, _SOCK_SEQPACKET, _SOCK_PACKET, _TYPE = 3, 5, 10, 0xF
+_SOCK_STREAM, _SOCK_RAW, _SOCK_SEQPACKET, _SOCK_PACKET, _TYPE = 1, 3, 5, 10, 0xF
 _OF_THE_USER = {"setpriority": 2, "ioprio_set": 3}
 """Value of the first argument with which the second one names a user."""
 
@@ -40,7 +40,7 @@ _X32 = 0x40000000
 _NUMBER_AT, _ARCHITECTURE_AT, _ARGUMENTS_AT = 0, 4, 16
 _LOAD, _AND, _RETURN = 0x20, 0x54, 0x06
 _IF_EQUAL, _IF_AT_LEAST, _IF_ANY_BIT = 0x15, 0x35, 0x45
-_SECCOMP = (317, 277)
+_SECCOMP, _SOCKETPAIR = (317, 277), (53, 199)
 _SET_MODE_FILTER, _SPEC_ALLOW = 1, 4
 
 Program = list[bytes]
@@ -112,7 +112,11 @@ def _program(machine: str, has_network: bool, has_metadata: bool, pid: int) -> P
     )
     if not has_network:  # CUDA then takes a server that several processes share for absent
         program += _if(_IF_EQUAL, _CONNECT[column], [_refuse(errno.ECONNREFUSED)])
-    program += _if(_IF_EQUAL, _SOCKET[column], _sockets() if has_network else _listeners())
+        # One of a pair for datagrams sends to any address.
+        program += _if(_IF_EQUAL, _SOCKETPAIR[column], _unix(_SOCK_STREAM, _SOCK_SEQPACKET))
+    # CUDA listens on a socket of packets, which reaches nobody unless it is connected.
+    sockets = _sockets() if has_network else _unix(_SOCK_SEQPACKET)
+    program += _if(_IF_EQUAL, _SOCKET[column], sockets)
     for name, (*columns, argument) in _OF_ITSELF.items():
         test: Program = []
         if name in _OF_THE_USER:
@@ -139,13 +143,10 @@ def _sockets() -> Program:
     ]
 
 
-def _listeners() -> Program:
-    """Return what allows Unix sockets of packets, which reach nobody unless they are connected.
-
-    CUDA listens on one, and does not start without.
-    """
-    packets = [_load_argument(1), _instruction(_AND, _TYPE), *_among([_SOCK_SEQPACKET], [_allow()])]
-    return [_load_argument(0), *_if(_IF_EQUAL, _AF_UNIX, packets), _refuse()]
+def _unix(*kinds: int) -> Program:
+    """Return what allows Unix sockets of these types alone."""
+    types = [_load_argument(1), _instruction(_AND, _TYPE), *_among(kinds, [_allow()])]
+    return [_load_argument(0), *_if(_IF_EQUAL, _AF_UNIX, types), _refuse()]
 
 
 def _if(test: int, value: int, then: Program) -> Program:

@@ -102,6 +102,10 @@ def test_the_filter_judges_alike_on_both_architectures(machine: str) -> None:
         (packet, packets, REFUSED),
     ):
         assert judge(machine, False, socket_, family, kind) == verdict
+    for kind, verdict in ((stream | cloexec, ALLOWED), (packets, ALLOWED), (datagram, REFUSED),
+                          (raw, REFUSED)):  # fmt: skip
+        assert judge(machine, False, calls._SOCKETPAIR[column], unix, kind) == verdict
+        assert judge(machine, True, calls._SOCKETPAIR[column], unix, kind) == ALLOWED
     assert judge(machine, False, calls._CONNECT[column], 3) == 0x00050000 | 111  # ECONNREFUSED
     assert judge(machine, True, calls._CONNECT[column], 3) == ALLOWED
     assert OF_ITSELF.keys() == calls._OF_ITSELF.keys()
@@ -133,7 +137,8 @@ def test_the_numbers_are_those_of_this_machine() -> None:
                     there[name.removeprefix("__NR_").removeprefix("__NR3264_")] = int(number)
         others = {"clone": calls._CLONE, "clone3": calls._CLONE3, "socket": calls._SOCKET,
                   "sched_setaffinity": calls._AFFINITY, "ioctl": calls._IOCTL,
-                  "fcntl": calls._FCNTL, "connect": calls._CONNECT}  # fmt: skip
+                  "fcntl": calls._FCNTL, "connect": calls._CONNECT,
+                  "socketpair": calls._SOCKETPAIR}  # fmt: skip
         known = calls._DENIED | calls._OF_ITSELF | calls._WATCHING | calls._METADATA | others
         for name, numbers in known.items():
             assert numbers[column[machine]] >= 0 or name not in there, name
