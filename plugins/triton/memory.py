@@ -354,6 +354,7 @@ def _open(name: str, least: int) -> _File:
     elif about.st_size < least:
         problem = f"has {about.st_size} bytes; expected {least}, offset and byte_size together"
     if problem:
+        del file  # which the error's frames would keep open
         raise BadRequest(f"{FOLDER}{name} {problem}")
     return file
 

@@ -22,6 +22,8 @@ from typing import Any
 
 import httpx
 
+from modelyard.plugins.cluster.ray.folders import CellFolder
+
 URL = "http://127.0.0.1:8000"
 TOKEN = "a-token-that-all-cells-know-by-its-hash"
 BIN = Path(sys.executable).parent
@@ -79,6 +81,12 @@ def servers() -> set[int]:
             if b"modelyard.plugins.cluster.process" in Path("/proc", name, "cmdline").read_bytes():
                 found.add(int(name))
     return found
+
+
+def is_swept(cells: Path) -> bool:
+    """Return whether the next cell's start leaves nothing of those that Ray has killed."""
+    CellFolder(cells, "next").remove()
+    return not any(cells.iterdir())
 
 
 class Load:
@@ -170,10 +178,7 @@ def main(store: Path, events: Sequence[str]) -> None:
             assert outcomes["200 of 1.0"] and outcomes["200 of 2.0"]
     poll(lambda: not servers(), "no server is left", 30)
     cells = Path(os.environ["TMPDIR"], f"modelyard-{os.getuid()}", "cells")
-    # What a killed one leaves, folder and lock, goes when the next one starts, unless Ray has not
-    # ended it by then.
-    most = 2 if "kill" in events else 0
-    poll(lambda: len([*cells.iterdir()]) <= most, "no folder of a cell is left", 10)
+    poll(lambda: is_swept(cells), "no folder of a cell is left", 10)
     say("all is well")
 
 
