@@ -5,7 +5,6 @@ Where the weights are wrong as well, the report names the digest that they have 
 
 from __future__ import annotations
 
-import hashlib
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +23,7 @@ from tests.adversary.test_archives import (
     Files,
     allowed,
     both,
+    fitted,
     noise,
     on_json,
     on_reports,
@@ -42,12 +42,6 @@ def on_own(change: Callable[[Any], None]) -> Change:
 
 def on_both(change: Callable[[Any], None]) -> Change:
     return both(on_json(OWN, change), on_json(TWIN, change))
-
-
-def fitted(files: Files) -> None:
-    """Have the report name the artifact that is there."""
-    digest = hashlib.sha256(files["digits.onnx"]).hexdigest()
-    on_own(lambda report: report.update(artifact_sha256=digest))(files)
 
 
 def wrong(*changes: Change) -> Change:
