@@ -142,8 +142,7 @@ def health_routes(registry: Registry, state: ServerState) -> APIRouter:
     async def ping() -> JSONResponse:
         """Healthy while every model's default version has a worker; TorchServe's answer."""
         sick = without_worker(registry)
-        status = "Unhealthy" if sick else "Healthy"
-        return JSONResponse({"status": status}, 500 if sick else 200)
+        return JSONResponse({"status": "Unhealthy" if sick else "Healthy"}, 500 if sick else 200)
 
     router.get("/health/live", summary="Alive")(live)
 

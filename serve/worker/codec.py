@@ -478,8 +478,7 @@ class Rules:
         explain = self.explain_error if was_read else self.explain_undecodable
         refusal = explain(error)
         refusal = refusal._replace(message=refusal.message[:MOST_SAID])
-        body = self.write_error(refusal, request_id)
-        return Answer(refusal.code, {"content-type": JSON}, body)
+        return Answer(refusal.code, {"content-type": JSON}, self.write_error(refusal, request_id))
 
 
 OURS = Rules()
