@@ -829,6 +829,15 @@ def connect_to(world, where):
         return "connected"
 
 
+@attempt("network", "datagram_path", "datagram_name")
+def send_a_datagram_to(world, where):
+    """By one of a pair, for which `socket` is not called."""
+    ours, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    with ours, other:
+        ours.sendto(b"x", getattr(world, where))
+    return "sent"
+
+
 @attempt("network")
 def listen(world):
     with socket.socket() as listener:
