@@ -315,6 +315,9 @@ class RequestResponseCycle:
 
     async def _run(self, answering: Awaitable[None]) -> None:
         try:
+            if self.served is None:  # by no worker: what it costs is this process's
+                async with self.connection.turns.one:
+                    await asyncio.sleep(0)
             await answering
             if self.is_complete or self.has_left or self.task is not asyncio.current_task():
                 return
