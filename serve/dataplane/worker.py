@@ -54,7 +54,7 @@ EXPLAINED_S = 0.1
 """Explanations that take longer together are answered one after another, who came first first.
 Sharing passes halves the time of those that take 7 ms, and saves nothing of 25 ms and more, each
 of which fills them."""
-TURN_S, JOB_S = 0.002, 0.001
+TURN_S, JOB_S = 0.002, 0.005
 """Processor time that reading takes at once, and for each job that is answered. A worker that takes
 more of ours, for it writes to the wire what it likes, is read in smaller pieces, and with rests."""
 RESTS = 9
