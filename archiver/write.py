@@ -181,7 +181,7 @@ def _rehearsed(plan: Plan, output_dir: Path, meter: _Meter) -> tuple[Plan, Rehea
 
 def _refuse_existing(target: Path, force: bool) -> None:
     if target.exists() and not force:
-        raise ArchiveExists(f"{target} already exists; add --force to replace it")
+        raise ArchiveExists(f"{target} already exists; --force replaces it, -o FOLDER keeps both")
 
 
 @contextmanager

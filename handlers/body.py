@@ -46,8 +46,8 @@ def body_of(row: Mapping[str, Any]) -> Any:
             return value
     if not row:
         raise BadInput(
-            "the request is a form without fields, as `curl -d` sends one; send the input as "
-            "the body: `curl -T FILE`, or with `-H 'Content-Type: application/json'`"
+            "the request is a form without fields, as `curl -d` sends one; send the input as the "
+            "body: `curl -T FILE`, or with `-H 'Content-Type: application/json'` (or text/plain)"
         )
     if "data" in row or "body" in row:
         raise BadInput("the body is empty; send the input as the body, as `curl -T FILE` does")

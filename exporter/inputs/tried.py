@@ -195,7 +195,8 @@ def _reached(node: fx.Node, parts: Mapping[str, nn.Module]) -> Taken | None:
         layer = parts[str(user.target)] if user.op == "call_module" else None
         if layer is not None and _dims(layer):
             return Taken(layer, is_reshaped)
-        if len(user.all_input_nodes) == 1 or _is_reshaped(user, seen | {node}):
+        is_alone = sum(each.op != "get_attr" for each in user.all_input_nodes) == 1
+        if is_alone or _is_reshaped(user, seen | {node}):
             name = getattr(user.target, "__name__", str(user.target))
             is_reshaped |= isinstance(layer, nn.Flatten) or name in _RESHAPES
             waiting += [(each, is_reshaped) for each in user.users if each not in seen]

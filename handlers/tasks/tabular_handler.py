@@ -362,6 +362,9 @@ def _read_cell(text: str) -> float | None:
         return None
 
 
+_SAID = '{"features": [{"name": "age", "mean": 0.0, "std": 1.0}, …]}'
+
+
 def read_features(path: Path) -> tuple[tuple[Feature, ...], Mapping[str, Sequence[str]]]:
     """Read features.json: {"features": [{"name": "age", "mean": 41.5, "std": 12.0}, …]}.
 
@@ -373,15 +376,14 @@ def read_features(path: Path) -> tuple[tuple[Feature, ...], Mapping[str, Sequenc
     """
     if not path.is_file():
         raise LoadError(
-            f"the archive holds no {path.name}; the handler tabular needs it: pack one with "
-            f'--extra-files, {{"features": [{{"name": "age", "mean": 0.0, "std": 1.0}}, …]}}'
+            f"the archive holds no {path.name}; tabular needs one: --extra-files, {_SAID}"
         )
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         entries, classes = content["features"], dict(content.get("classes", {}))
         features = tuple(_read_feature(path.name, at, entry) for at, entry in enumerate(entries))
     except (ValueError, KeyError, TypeError) as error:
-        raise LoadError(f"{path.name} cannot be read ({error!r})") from error
+        raise LoadError(f"{path.name} cannot be read ({error!r}); expected {_SAID}") from error
     names = [feature.name for feature in features]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise LoadError(f"{path.name} names {', '.join(twice)} twice")

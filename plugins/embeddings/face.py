@@ -10,11 +10,10 @@ from typing import Any
 import orjson
 from fastapi import APIRouter, Response
 
-from modelyard.plugins.embeddings.protocols import PATHS, Asked, Protocol, Refused
+from modelyard.plugins.embeddings.protocols import PATHS, Asked, Protocol, Refused, read_body
 from modelyard.serve import errors
 from modelyard.serve.api.description import ModelName, error_responses
 from modelyard.serve.api.inference import JSON
-from modelyard.serve.api.oip import read_object
 from modelyard.serve.control.registry import ModelVersion
 from modelyard.serve.dataplane import wire
 from modelyard.serve.dataplane.call import PREDICT, Call, Reply, Target
@@ -76,7 +75,7 @@ class Embeddings(Face):
         parts: Sequence[Buffer],
     ) -> None:  # fmt: skip
         try:
-            asked = protocol.read(read_object(b"".join(parts)))
+            asked = protocol.read(read_body(b"".join(parts)))
             name = model or asked.model or self._only(protocol)
             path = name.split("/", 1)
             reply = TextsReply(self._front, cycle, Target(PREDICT, path, wire.TEXTS))

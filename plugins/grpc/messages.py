@@ -58,9 +58,11 @@ CONTENTS: Mapping[str, _Contents] = {
     "BYTES": _Contents("bytes_contents", ""),
 }
 """FP16 and BF16 come raw only."""
-MOST_DIMS, MOST_PARAMETERS, MOST_TEXTS = 32, 256, 200_000
+MOST_DIMS, MOST_PARAMETERS, MOST_TEXTS, MOST_WHOLE = 32, 256, 200_000, 1 << 19
 """Most dimensions of one tensor, parameters of one map, texts of one tensor of BYTES as typed
-contents: while a request is read here nobody else is answered."""
+contents, whole numbers of one: while a request is read here nobody else is answered."""
+_WIDTHS = {"fp32_contents": 4, "fp64_contents": 8, "bool_contents": 1}
+"""Bytes of a value of the fields that have in a message the form that they have in memory."""
 _FIELDS = frozenset(each.field for each in CONTENTS.values())
 
 
@@ -208,12 +210,15 @@ def _to_raw(tensor: Any) -> bytes:
                 f"{where} is {tensor.datatype} with {field.name}; expected {kind.field}",
             )
     values = getattr(tensor.contents, kind.field)
+    if width := _WIDTHS.get(kind.field):
+        tensor.contents.DiscardUnknownFields()
+        return bytes(tensor.contents.SerializeToString())[-width * len(values) :]
+    if len(values) > (most := MOST_WHOLE if kind.code else MOST_TEXTS):
+        raise _wrong(
+            f"{where} has {len(values)} {kind.field}; at most {most} are taken, send it in "
+            "raw_input_contents",
+        )
     if not kind.code:
-        if len(values) > MOST_TEXTS:
-            raise _wrong(
-                f"{where} has {len(values)} bytes_contents; at most {MOST_TEXTS} are taken, send "
-                "it in raw_input_contents",
-            )
         return b"".join(len(value).to_bytes(4, "little") + value for value in values)
     try:
         return array.array(kind.code, values).tobytes()

@@ -107,8 +107,9 @@ class TorchServeSettings(BaseModel):
         file = self.directory / "key_file.json"
         if not self.is_open:
             return f"predictions and management need a token of {file}"
-        here = "predictions of this machine need no token"
-        return f"{here}; management, and requests with {PROXY_HEADERS}, need one of {file}"
+        here = "predictions of this machine need no token; management, and requests with"
+        all = "disable_token_authorization=false asks everybody, also behind a silent proxy"
+        return f"{here} {PROXY_HEADERS}, need one of {file}; {all}"
 
     @property
     def has_oip(self) -> bool:

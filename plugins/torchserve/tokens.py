@@ -16,7 +16,7 @@ from modelyard.serve.http.tokens import Grant, make_grant, why_checked
 KEY_FILE = "key_file.json"
 EXPIRING = ("management", "inference")
 """Keys that open one API each and expire; the third, `API`, only replaces them."""
-BEARER = re.compile(rb"Bearer\s+(\S+)")
+BEARER = re.compile(rb"Bearer\s+(\S+)\s*")
 
 
 Token = tuple[str, float]

@@ -50,10 +50,8 @@ def oip_routes(front: Front, repository: Repository) -> APIRouter:
     @router.get("/health/ready", summary="Ready", responses=NOT_READY)
     async def ready() -> JSONResponse:
         """Predictions can be answered now."""
-        reason = why_not_ready(registry, state)
-        if reason is not None:
-            return JSONResponse({"ready": False}, 503, RETRY)
-        return JSONResponse({"ready": True})
+        said = {"ready": why_not_ready(registry, state) is None}
+        return JSONResponse(said) if said["ready"] else JSONResponse(said, 503, RETRY)
 
     @router.get("/models", summary="Models")
     async def models() -> dict[str, list[str]]:
@@ -142,8 +140,7 @@ def health_routes(registry: Registry, state: ServerState) -> APIRouter:
     async def ping() -> JSONResponse:
         """Healthy while every model's default version has a worker; TorchServe's answer."""
         sick = without_worker(registry)
-        status = "Unhealthy" if sick else "Healthy"
-        return JSONResponse({"status": status}, 500 if sick else 200)
+        return JSONResponse({"status": "Unhealthy" if sick else "Healthy"}, 500 if sick else 200)
 
     router.get("/health/live", summary="Alive")(live)
 
@@ -182,8 +179,7 @@ def refuse_overrides(body: bytes) -> None:
     Raises:
         BadRequest: it is not such a request, or has parameters.
     """
-    parameters = read_object(body).get("parameters") or {}
-    if not isinstance(parameters, dict) or parameters:
+    if read_object(body).get("parameters"):
         raise BadRequest(
             "a model is loaded as its archive has it; expected no parameters, such as config or "
             "file:NAME"
@@ -191,9 +187,12 @@ def refuse_overrides(body: bytes) -> None:
 
 
 def read_object(body: bytes) -> dict[str, Any]:
-    """Return a body's object; empty where there is no body."""
+    """Return a body's object; empty where there is no body.
+
+    Of 16 KB at most: what is wrong with these takes 8 ms to say, in which nobody else is answered.
+    """
     try:
-        found = parse_json(body, fast=orjson.loads) if body.strip() else {}
+        found = parse_json(body, 1 << 14, fast=orjson.loads) if body.strip() else {}
     except ValueError as error:
         raise BadRequest(f"the body is not JSON: {error}") from error
     if not isinstance(found, dict):

@@ -14,9 +14,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import orjson
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, Response
+from fastapi.responses import FileResponse, HTMLResponse, Response
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
@@ -88,12 +89,12 @@ class Routes:
             name: name of the API, as in `ports`.
             ports: where all of them listen, for links from one to the other.
         """
-        document, page = _document(self.fastapi), _page(self.fastapi.title, name, ports)
+        about, page = orjson.dumps(_document(self.fastapi)), _page(self.fastapi.title, name, ports)
         get = partial(self.fastapi.get, include_in_schema=False)
 
         @get("/openapi.json")
-        async def openapi() -> JSONResponse:
-            return JSONResponse(document)
+        async def openapi() -> Response:
+            return Response(about, media_type="application/json")
 
         @get("/docs")
         async def docs() -> HTMLResponse:
@@ -150,8 +151,8 @@ class Routes:
         async def send(message: Message) -> None:
             if message["type"] == "http.response.start":
                 status = message["status"]
-                common = self._answers.begin(cycle, id, status)
-                await cycle.start(status, [*message["headers"], *common])
+                own = message["headers"]
+                await cycle.start(status, [*own, *self._answers.begin(cycle, id, status)])
             else:
                 await cycle.write(message.get("body", b""), message.get("more_body", False))
 

@@ -420,8 +420,7 @@ async def start_process(launch: Launch, descriptors: tuple[int, int, int]) -> Ch
 
 def worker_command() -> list[str]:
     """Return what starts our worker module, as a child of this process and of no other."""
-    module = "modelyard.serve.worker"
-    return [sys.executable, "-P", "-m", module, "--parent", str(os.getpid())]
+    return [sys.executable, "-P", "-m", "modelyard.serve.worker", "--parent", str(os.getpid())]
 
 
 def _send(control: socket.socket, request: Any, descriptors: Sequence[int]) -> None:

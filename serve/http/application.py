@@ -232,9 +232,8 @@ class Answers:
         self._close_after(cycle, 503)
         id, served, stays = cycle.id, cycle.served, cycle.keeps_alive
         key = (type(error), str(error), *vars(error).values(), len(id), stays, served)
-        if self.cors is not None and self.cors.headers(
-            cycle.headers
-        ):  # a page of elsewhere reads it
+        # A page of elsewhere reads it.
+        if self.cors is not None and self.cors.headers(cycle.headers):
             self.send(cycle, *self.error(error, id))
             return
         prepared: tuple[int, list[bytes]] | None = self._kept.get(key)
@@ -390,11 +389,10 @@ class Application:
         """Begin to answer a request, whose head is there and whose body may come later."""
         id = cycle.id = request_id(cycle.headers, self.answers.id_pattern)
         calls, target = self.calls, None
-        if (cors := self.answers.cors) is not None:
-            preflight = cors.preflight(cycle.method, cycle.headers)
-            if preflight is not None:
-                self.answers.send(cycle, 200, preflight, b"")
-                return
+        cors = self.answers.cors
+        if cors is not None and (found := cors.preflight(cycle.method, cycle.headers)) is not None:
+            self.answers.send(cycle, 200, found, b"")
+            return
         try:
             target = calls.target(cycle) if calls is not None else None
             self.check(cycle.path, cycle.headers)

@@ -171,8 +171,7 @@ def write_head(status: int, headers: Headers, keeps_alive: bool) -> bytes | None
     lines.append(b"\r\n" if keeps_alive else b"connection: close\r\n\r\n")
     head = b"".join(lines)
     line_count = len(headers) + 2 + (not keeps_alive)
-    is_whole = head.count(b"\n") == line_count and head.count(b"\r") == line_count
-    return head if is_whole else None
+    return head if head.count(b"\n") == line_count == head.count(b"\r") else None
 
 
 class RequestResponseCycle:
@@ -316,6 +315,9 @@ class RequestResponseCycle:
 
     async def _run(self, answering: Awaitable[None]) -> None:
         try:
+            if self.served is None:  # by no worker: what it costs is this process's
+                async with self.connection.turns.one:
+                    await asyncio.sleep(0)
             await answering
             if self.is_complete or self.has_left or self.task is not asyncio.current_task():
                 return

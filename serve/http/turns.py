@@ -70,6 +70,8 @@ class Turns:
         """Connections that were refused a request and are not read, the longest first."""
         self._window: asyncio.TimerHandle | None = None
         self._clock = Clock()
+        self.one = asyncio.Lock()
+        """Held for a turn by a task that is to answer: tasks of many clients begin in as many."""
         self._tick()
 
     def _tick(self) -> None:

@@ -78,7 +78,8 @@ def test_existing_archive_is_an_error_until_force_is_given(inputs: Path) -> None
 
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr == (
-        f"error: {inputs.parent}/store/digits.mar already exists; add --force to replace it\n"
+        f"error: {inputs.parent}/store/digits.mar already exists; "
+        "--force replaces it, -o FOLDER keeps both\n"
     )
     assert run_archive(inputs, "--force").exit_code == 0
 

@@ -488,7 +488,9 @@ def test_name_outside_the_rule_is_refused(inputs: Path, tmp_path: Path, name: st
 def test_existing_archive_is_kept_unless_force_is_given(inputs: Path, tmp_path: Path) -> None:
     (tmp_path / "digits.mar").write_bytes(b"precious")
 
-    with pytest.raises(ArchiveExists, match=r"already exists; add --force to replace it"):
+    with pytest.raises(
+        ArchiveExists, match=r"already exists; --force replaces it, -o FOLDER keeps both"
+    ):
         digits(inputs, tmp_path)
     assert (tmp_path / "digits.mar").read_bytes() == b"precious"
 

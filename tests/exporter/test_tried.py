@@ -49,6 +49,22 @@ class Flat(nn.Module):
         return out
 
 
+class Scaled(nn.Module):
+    """Scales its pictures by what it holds, which rows of numbers would run through as well."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(1, 3, 1, 1))
+        self.see = nn.Conv2d(3, 8, 3)
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, image: Tensor) -> Tensor:
+        out: Tensor = self.head(self.see(image - self.mean).mean((2, 3)))
+        return out
+
+
 class Branches(nn.Module):
     """Looks at values, which tensors without any do not have."""
 
@@ -76,6 +92,7 @@ class Opaque(nn.Module):
         (Two(), ["image:float32[batch,3,16,16]", "table:float32[batch,5]"], True),
         (Words(), ["ids:int64[batch,length=2..32]<50", "mask:int64[batch,length=2..32]"], True),
         (Flat(), ["image:float32[batch,64]"], False),
+        (Scaled(), ["image:float32[batch,3,224,224]"], False),
         (Branches(), ["wave:float32[batch,2,100]"], True),
         (nn.Conv2d(3, 4, 3), ["input:float32[batch,3,224,224]"], False),
     ],

@@ -17,6 +17,7 @@ from modelyard.serve.http.application import TokenCheck
 from modelyard.serve.http.tokens import (
     LEAST_CHARACTERS,
     MOST_BYTES,
+    MOST_SHOWN,
     MOST_TOKENS,
     RIGHTS,
     make_grant,
@@ -59,6 +60,14 @@ def test_the_right_token_passes_however_its_scheme_is_spelled(scheme: str) -> No
 def test_any_other_token_is_refused(value: bytes) -> None:
     with pytest.raises(Unauthorized):
         CHECK("/models", bearer(value))
+
+
+def test_a_request_shows_so_many_tokens_and_no_more() -> None:
+    """Each is compared with all that are known: a thousand of them would take 9 ms."""
+    shown = [(b"authorization", b"Bearer wrong")] * (MOST_SHOWN - 1)
+    CHECK("/predictions/a", [*shown, (b"authorization", b"Bearer " + KEY.encode())])
+    with pytest.raises(Unauthorized):
+        CHECK("/predictions/a", [*shown, *shown[:1], (b"authorization", b"Bearer " + KEY.encode())])
 
 
 def test_no_token_is_refused_and_the_message_says_where_to_get_one() -> None:

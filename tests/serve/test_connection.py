@@ -48,6 +48,8 @@ class Answers:
     def __init__(self) -> None:
         self.cycles: list[RequestResponseCycle] = []
         self.go = asyncio.Event()
+        self.turns = 0
+        """Turns of the loop, where somebody counts them."""
         self.were_idle: list[bool] = []
         """Whether the connections of refused requests seemed to be idle after it."""
 
@@ -73,6 +75,11 @@ class Answers:
     async def wait(self, cycle: RequestResponseCycle) -> None:
         await self.go.wait()
         assert cycle.send_whole(200, [(b"content-length", b"6")], b"waited")
+
+    async def turn(self, cycle: RequestResponseCycle) -> None:
+        """Answer with the number of the loop's turn."""
+        await cycle.start(200, [(b"content-length", b"9")])
+        await cycle.write(b"%09d" % self.turns)
 
     async def chunks(self, cycle: RequestResponseCycle) -> None:
         await cycle.start(200, [(b"X-Note", b"close")])
@@ -669,3 +676,26 @@ def test_what_one_connection_sent_is_not_all_of_one_turn() -> None:
 
     run(scenario)
     assert order.index("/other") < 30
+
+
+def test_tasks_of_many_clients_begin_in_as_many_turns() -> None:
+    """Sixteen clients that ask for a description of 2 ms would hold the loop for all of it."""
+    found: list[int] = []
+
+    async def scenario(served: Served) -> None:
+        loop = asyncio.get_running_loop()
+
+        def count() -> None:
+            served.app.turns += 1
+            loop.call_soon(count)
+
+        opened = [await served.open() for _ in range(8)]
+        count()
+        for _, writer, _ in opened:
+            writer.write(get(b"/turn"))
+        for reader, writer, _ in opened:
+            found.append(int((await reader.readexactly(47))[-9:]))
+            writer.close()
+
+    run(scenario)
+    assert len(set(found)) == 8, found

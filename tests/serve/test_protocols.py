@@ -104,6 +104,14 @@ def test_what_a_repository_refuses(
     assert answer.json()["error"]
 
 
+def test_the_index_is_asked_for_in_few_bytes(server: LiveServer) -> None:
+    """What is wrong with 6 MB of JSON takes seconds to say, in which nobody else is answered."""
+    for body in (b"[" + b"{}," * 6000 + b'":"]', b'{"ready": true, "a": "%s"}' % (b":" * 16384)):
+        answer = server.client.post(INDEX, content=body)
+        assert answer.status_code == 400
+        assert "at most 16384 are read" in answer.text
+
+
 def test_changes_need_the_token_of_operators(server: LiveServer) -> None:
     paths = [f"{MODELS}/streamer/load", f"{MODELS}/tensors/unload"]
     for path in paths:

@@ -17,7 +17,8 @@ import torch
 from tokenizers import Tokenizer
 
 from examples.minilm.make import train_tokenizer
-from modelyard.plugins.embeddings.protocols import MOST_INPUTS
+from modelyard.plugins.embeddings import protocols
+from modelyard.plugins.embeddings.protocols import MOST_INPUTS, MOST_SIGNS, NAMED_BYTES, read_body
 from modelyard.plugins.embeddings.rows import like_lengths
 from modelyard.plugins.embeddings.tests.networks import (
     MOST_TOKENS,
@@ -26,6 +27,7 @@ from modelyard.plugins.embeddings.tests.networks import (
     Scorer,
     build,
 )
+from modelyard.serve.errors import BadRequest
 from tests.serve.live import LiveServer, modelyard
 
 LONG = "film " * (2 * MOST_TOKENS)
@@ -304,3 +306,33 @@ def test_a_cross_encoder_of_transformers_ranks_as_it_does_there(
     info = server.client.get("/tei/ranker/info").json()
     labels = {"id2label": {"0": "0"}, "label2id": {"0": 0}}  # the archive names none
     assert info["model_type"] == {"reranker": labels}
+
+
+COLONS = ["at 10:30, \\u003a and \\\\u003a: \u00e9 :" * 40] * 500
+
+
+@pytest.mark.parametrize("is_long", [False, True])
+def test_a_body_is_read_whatever_its_texts_hold_and_refused_where_a_key_is_twice(
+    is_long: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a long one the slow reader, which takes half a second for each MB, is not asked."""
+    if is_long:
+        monkeypatch.delattr(protocols, "read_object")
+    most = len(COLONS) if is_long else 4
+    texts = [[*COLONS[:most], "a" * NAMED_BYTES * is_long], {"a": {"b": []}}]
+    for ascii in (True, False):
+        body = json.dumps({"input": texts, "x": "\\"}, ensure_ascii=ascii).encode()
+        assert read_body(body) == {"input": texts, "x": "\\"}
+        escaped = body.replace(b"10:30", rb"10\u003A30").replace(b"and", rb"and\u003a")
+        assert read_body(escaped)["x"] == "\\"
+        twice = rb', "x": "\u003a\u003a"}', rb', "\u0078": 1}'
+        wrong = body[:-1], body[1:], body + b"1", b"[" + body + b"]"
+        for each in (*wrong, *(body[:-1] + end for end in twice)):
+            with pytest.raises(BadRequest):
+                read_body(each)
+
+
+@pytest.mark.parametrize("part", ["[]", "{}", '":"'])
+def test_what_takes_long_to_read_is_refused_unread(part: str) -> None:
+    with pytest.raises(BadRequest, match="send fewer texts"):
+        read_body(f"[{','.join([part] * (MOST_SIGNS + 1))}]".encode())

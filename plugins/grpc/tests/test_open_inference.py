@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from modelyard.plugins.grpc.messages import MOST_WHOLE
 from modelyard.plugins.grpc.protos import message
 from tests.serve.live import LiveServer, build_archive
 from tests.shared import DIGITS
@@ -104,7 +105,7 @@ def test_one_answer_by_every_way(server: LiveServer, ask: Callable[..., Any]) ->
     assert not typed.raw_output_contents
 
 
-@pytest.mark.parametrize("what", ["shape", "parameters", "texts", "fields"])
+@pytest.mark.parametrize("what", ["shape", "parameters", "texts", "numbers", "fields"])
 def test_what_would_take_long_to_read_is_refused(channel: grpc.Channel, what: str) -> None:
     request = as_message(scans(1), is_raw=False)
     if what == "shape":
@@ -115,6 +116,9 @@ def test_what_would_take_long_to_read_is_refused(channel: grpc.Channel, what: st
     elif what == "texts":
         tensor = request.inputs.add(name="t", datatype="BYTES", shape=[300_000])
         tensor.contents.bytes_contents.extend([b""] * 300_000)
+    elif what == "numbers":
+        tensor = request.inputs.add(name="n", datatype="INT8", shape=[MOST_WHOLE + 1])
+        tensor.contents.int_contents.extend([1] * (MOST_WHOLE + 1))
     data = request.SerializeToString() + (b"\x3a\0" * 5000 if what == "fields" else b"")
     with pytest.raises(grpc.RpcError) as caught:
         channel.unary_unary(f"{SERVICE}ModelInfer")(data, timeout=20)
@@ -268,13 +272,14 @@ def test_typed_contents_of_every_kind(ask: Callable[..., Any]) -> None:
     kinds: dict[str, tuple[str, list[Any]]] = {
         "BOOL": ("bool", [True, False]), "INT8": ("int", [-128, 127]), "INT32": ("int", [-1, 5]),
         "INT64": ("int64", [-(1 << 63), (1 << 63) - 1]), "UINT16": ("uint", [65535]),
-        "UINT64": ("uint64", [(1 << 64) - 1]), "FP32": ("fp32", [0.5]), "FP64": ("fp64", [0.1]),
-        "BYTES": ("bytes", [b"\xff", b""]),
+        "UINT64": ("uint64", [(1 << 64) - 1]), "FP32": ("fp32", [0.5, -0.0]),
+        "FP64": ("fp64", [0.1, 5e-324]), "BYTES": ("bytes", [b"\xff", b""]),
     }  # fmt: skip
     for datatype, (field, values) in kinds.items():
         request = message("inference.ModelInferRequest")(model_name="tensors")
         tensor = request.inputs.add(name="x", datatype=datatype, shape=[1, len(values)])
         getattr(tensor.contents, f"{field}_contents").extend(values)
+        tensor.contents.MergeFromString(b"\xf8\x01\x01")  # a field of a later protocol
         answer = ask("ModelInfer", request=request)
         assert list(getattr(answer.outputs[0].contents, f"{field}_contents")) == values
         assert list(answer.outputs[0].shape) == [1, len(values)]

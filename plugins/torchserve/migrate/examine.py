@@ -449,11 +449,14 @@ def _examine(configuration: Configuration, environment: Mapping[str, str]) -> It
         # Of the keys without effect this one's work is done by nothing here.
         yield Finding(FAILS if subject == "plugins_path" else CHANGES, subject, text)
     if own.is_open:
-        text = f"{own.who_is_let_in}; TorchServe 0.12 asks everybody"
-        advice = "disable_token_authorization=false asks everybody, also behind a silent proxy"
-        yield Finding(CHANGES, "tokens", text, advice)
+        yield Finding(CHANGES, "tokens", f"{own.who_is_let_in}; TorchServe 0.12 asks everybody")
     else:
         yield Finding(WORKS, "tokens", own.who_is_let_in)
+    here = own.inference_address
+    if here.is_loopback and not (here.path or configuration.settings.allowed_hosts):
+        text = "only localhost and addresses name this server; TorchServe takes any Host"
+        advice = "allowed_hosts names what a proxy passes on: an upstream, the name of the site"
+        yield Finding(CHANGES, "names", text, advice)
     if not own.allowed_urls:
         text = "no model is fetched by URL; without the key TorchServe takes any URL"
         advice = f"name the URLs in allowed_urls, or in the variable {DEFAULT_URLS}"

@@ -204,7 +204,7 @@ def test_where_no_tokens_are_asked_for_none_is_looked_at(tmp_path: Path) -> None
     ("said", "words"),
     [
         ({}, ["predictions of this machine need no token; management, and requests with a proxy's",
-              "X-Forwarded", "key_file.json"]),
+              "X-Forwarded", "key_file.json", "disable_token_authorization=false asks everybody"]),
         ({"disable_token_authorization": False}, ["predictions and management need a token of"]),
         ({"inference_address": Address("0.0.0.0", 0)}, ["predictions and management need a token"]),
         ({"disable_token_authorization": True}, ["every API is open"]),

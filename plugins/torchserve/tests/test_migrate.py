@@ -100,6 +100,9 @@ def test_every_key_without_effect_is_named(tmp_path: Path) -> None:
         ("keystore=no.p12\n", "fails", "keystore", "file not found"),
         ("", "changes", "allowed_urls", "TorchServe takes any URL"),
         ("", "changes", "tokens", "predictions of this machine need no token"),
+        ("", "changes", "tokens", "also behind a silent proxy"),
+        ("", "changes", "names", "TorchServe takes any Host"),
+        ("disable_token_authorization=true\n", "changes", "names", "takes any Host"),
         ("disable_token_authorization=true\n", "works", "tokens", "every API is open"),
         ("inference_address=http://0.0.0.0:8080\n", "works", "tokens", "key_file.json"),
         ("inference_address=https://0.0.0.0:8443\n", "changes", "TLS", "signs itself"),
@@ -117,6 +120,15 @@ def test_what_is_said_of_a_configuration(
     code, report = migrate(tmp_path, text)
     assert said in found(report, status, subject)
     assert code == (status == "fails")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["allowed_hosts=ml\n", "inference_address=unix:/i\n", "inference_address=http://0.0.0.0\n"],
+)
+def test_where_every_name_is_taken_nothing_is_said_of_names(tmp_path: Path, text: str) -> None:
+    _, report = migrate(tmp_path, text)
+    assert [each for each in report["findings"] if each["subject"] == "names"] == []
 
 
 @pytest.mark.parametrize(
@@ -252,7 +264,7 @@ def test_lines_fit_the_terminal_and_say_what_to_do(
     assert lines[1].startswith("  m 1.0  h.py:1 imports not_there")
     assert any(line.strip().startswith("→ install it beside Modelyard") for line in lines)
     assert not any(line.endswith(" ") for line in lines)
-    assert lines[-1] == "1 will not work, 3 changes, 2 works"
+    assert lines[-1] == "1 will not work, 4 changes, 2 works"
 
 
 def test_a_trial_runs_the_code_behind_walls_and_leaves_nothing(tmp_path: Path) -> None:

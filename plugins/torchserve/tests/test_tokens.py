@@ -46,6 +46,7 @@ def test_only_its_own_key_opens_an_api(tmp_path: Path, name: str) -> None:
     held = keys(tmp_path)
     check("/x", bearer(held[name]))
     check("/x", bearer(held[name], "Bearer   "))
+    check("/x", bearer(f"{held[name]} "))  # no part of the value, RFC 9110
     check("/ping", [])
     check("/ping/", [])
     wrong = [bearer(key) for other, key in held.items() if other != name]

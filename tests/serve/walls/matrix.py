@@ -133,12 +133,22 @@ def _world(server: LiveServer, folder: Path, has_walls: bool) -> Iterator[dict[s
     queue = libc.msgget(key, create)
     posix = f"red-team-{os.getpid()}"
     libc.mq_open(f"/{posix}".encode(), os.O_CREAT | os.O_RDWR, mine, None)
-    unix_path = f"/tmp/red-team-{os.getpid()}"
-    with socket.socket(socket.AF_UNIX) as path, socket.socket(socket.AF_UNIX) as abstract:
-        for listener, address in ((path, unix_path), (abstract, f"\0{posix}")):
+    unix = {
+        "unix_path": f"/tmp/red-team-{os.getpid()}",
+        "abstract": f"\0{posix}",
+        "datagram_path": f"/tmp/red-team-{os.getpid()}-datagrams",
+        "datagram_name": f"\0{posix}-datagrams",
+    }
+    with contextlib.ExitStack() as stack:
+        for name, address in unix.items():
+            kind = socket.SOCK_DGRAM if name.startswith("datagram") else socket.SOCK_STREAM
+            listener = stack.enter_context(socket.socket(socket.AF_UNIX, kind))
             listener.bind(address)
-            listener.listen()
-        Path(unix_path).chmod(0o777)
+            if kind == socket.SOCK_STREAM:
+                listener.listen()
+            if name.endswith("path"):
+                stack.callback(Path(address).unlink)
+                Path(address).chmod(0o777)
         try:
             yield {
                 **{name: str(place) for name, place in places.items()},
@@ -146,8 +156,7 @@ def _world(server: LiveServer, folder: Path, has_walls: bool) -> Iterator[dict[s
                 "server": server.pid,
                 "neighbour": server.worker_pids("neighbour")[0],
                 "port": server.address[1],
-                "unix_path": unix_path,
-                "abstract": f"\0{posix}",
+                **unix,
                 "server_memory": memory.name,
                 "neighbour_memory": neighbours,
                 "key": key,
@@ -158,7 +167,6 @@ def _world(server: LiveServer, folder: Path, has_walls: bool) -> Iterator[dict[s
                 "privileged": os.environ.get(PRIVILEGED, "/usr/bin/id"),
             }
         finally:
-            Path(unix_path).unlink()
             libc.mq_unlink(f"/{posix}".encode())
             libc.shmctl(segment, 0, None)
             libc.semctl(semaphore, 0, 0)
