@@ -235,7 +235,9 @@ TOO_WIDE = {
 @pytest.mark.parametrize("name", NETWORKS)
 def test_errors_cover_the_truth_on_each_network(name: str) -> None:
     explained = build(name)
-    row, _ = cover(name, explained, exact(explained), "default")
+    # So many kinks that its truth is known to a thousandth from more points only.
+    count = 19683 if name == "mostly dead ReLU 12-32-32-4" else None
+    row, _ = cover(name, explained, exact(explained, count), "default")
     assert row.covered >= 0.95, row
     assert row.values >= (0.94 if name == "product of experts" else 0.95)
     assert not row.width > 4 or name in TOO_WIDE
