@@ -194,7 +194,7 @@ def _run_child(task: dict[str, Any]) -> dict[str, Any]:
             code = _run(command, log.fileno())
         try:
             result: dict[str, Any] = json.loads((exchange / "result.json").read_bytes())
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError, MemoryError) as error:
             raise DoesNotRun(
                 f"the process that runs the archive {code} and left no result: "
                 f"{_last_line(exchange / 'log')}"

@@ -1,7 +1,9 @@
 """What outlasts a power cut, and what is built once."""
 
+import contextlib
 import fcntl
 import os
+import secrets
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +26,22 @@ def build_once(folder: Path, build: Callable[[], None]) -> None:
             shutil.rmtree(folder, ignore_errors=True)
             raise
         (folder / "complete").touch()
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder that others wrote: its folders may be closed, and deeper than Python calls.
+
+    What cannot be removed stays.
+    """
+    waiting = [folder]
+    for each in waiting:
+        with contextlib.suppress(OSError):
+            each.chmod(0o700)
+            for entry in list(os.scandir(each)):
+                if entry.is_dir(follow_symlinks=False):
+                    Path(entry).chmod(0o700)
+                    waiting.append(Path(entry).rename(folder / secrets.token_hex(16)))
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def flush(path: Path) -> None:

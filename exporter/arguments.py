@@ -288,7 +288,7 @@ def _leaves(output: Any, way: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str,
 
 def _parts(output: Any) -> list[tuple[str, Any]] | None:
     """Return what a container holds, by name; None for what is not one."""
-    if isinstance(output, Mapping) and all(isinstance(key, str) for key in output):
+    if isinstance(output, Mapping) and all(isinstance(key, str) for key, _ in output.items()):
         return list(output.items())
     if isinstance(output, tuple | list):
         keys = getattr(output, "_fields", range(len(output)))  # a named tuple has names

@@ -324,6 +324,5 @@ def token(
     with known_errors():
         if api not in APIS:
             raise WrongUsage(f"{api!r} has no token; expected {' or '.join(APIS)}")
-        state = state_folder(state_dir)
-        key = read_key(state.key_file, api)
+        key = read_key(state_folder(state_dir).key_file, api)
     show({"api": api, "token": key}, json_output, lambda _: typer.echo(key))

@@ -15,8 +15,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from modelyard.base.disk import remove
 from modelyard.base.threads import thread_environment
-from modelyard.serve.control.sandbox import Sandbox, check_machine, own_variables
+from modelyard.serve.control.sandbox import Sandbox, check_machine, own_variables, scratch_of
 from modelyard.serve.dataplane import wire
 from modelyard.serve.dataplane.process import spawn, worker_command
 from modelyard.serve.errors import ServeError
@@ -42,6 +43,7 @@ def main() -> int:
         task["walls"] = asdict(walls) if walls else None
         task["lacking"] = [each.name for each in measures if each.status == LACKING]
         code = asyncio.run(_run(task, settings, result.fileno()))
+        remove(scratch_of(Path(task["load"]["folder"])))  # whoever started this would not get deep
     if code < 0:
         os.kill(os.getpid(), -code)  # end as it did: the archiver says how
     return code

@@ -8,7 +8,6 @@ import gc
 import json
 import logging
 import os
-import shutil
 import signal
 import sys
 import time
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import uvloop
 
 from modelyard.archiver.errors import ArchiveError
+from modelyard.base.disk import remove
 from modelyard.base.plugins import registered
 from modelyard.serve.control.preload import start_fork_server
 from modelyard.serve.control.state import StateDir, write_json
@@ -67,8 +67,8 @@ def run(settings: Settings, report: Report, create: Create, serve: Serve | None 
         state.create()
         with state.lock():
             report({"event": "locked"})
-            shutil.rmtree(state.unpacked, ignore_errors=True)
-            state.unpacked.mkdir(mode=0o700)
+            remove(state.unpacked)
+            state.unpacked.mkdir(mode=0o700, exist_ok=True)  # handlers wrote there, some may stay
             uvloop.run((serve or _serve)(settings, state, report, create))
     except (ServeError, ArchiveError, OSError) as error:
         message = state.why_unusable(error) if isinstance(error, OSError) else str(error)

@@ -106,8 +106,7 @@ Origin = Annotated[
 
 def default_state_dir() -> Path:
     """Return the folder for pid file, keys, logs and state, per the XDG base directory rules."""
-    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(base) / "modelyard"
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "modelyard"
 
 
 def own_folder(name: str) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from modelyard import cli
 from modelyard.base.extras import EXTRAS
 from modelyard.exporter import export
 from modelyard.exporter.errors import UsageError
-from tests.serve.live import running
+from tests.serve.live import launch, start_arguments
 from tests.shared import DIGITS, FURTHER
 
 
@@ -59,7 +60,12 @@ def test_a_server_without_any_extra_predicts_and_explains(
     probe = [sys.executable, "-P", "-c", "import captum"]
     assert subprocess.run(probe, capture_output=True, check=False).returncode == 1
     scan = (DIGITS / "scans" / "7.png").read_bytes()
-    with running(tmp_path / "state", digits_store, "--models", "onnx") as server:
+    state = tmp_path / "state"
+    # gRPC is an extra as well, without which its port is refused.
+    asked = [each for each in start_arguments(state, digits_store) if "grpc" not in each]
+    with contextlib.ExitStack() as ended:
+        server = launch(state, digits_store, *asked, "--models", "onnx")
+        ended.callback(server.stop)
         assert max(server.predict("onnx", scan).json().items(), key=lambda each: each[1])[0] == "7"
         explained = server.client.post("/explanations/onnx", content=scan)
         assert explained.json()["label"] == "7"

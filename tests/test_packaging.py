@@ -46,7 +46,10 @@ def test_a_wheel_holds_every_file_of_the_packages_once(wheel: Path) -> None:
     }
     own = {
         f"modelyard/{name}"
-        for name in ("__init__.py", "__main__.py", "cli.py", "client.py", "py.typed")
+        for name in (
+            *("__init__.py", "__main__.py", "cli.py", "client.py", "commands.toml"),
+            *("example_cli.py", "py.typed"),
+        )
     }
     own.add("model_archiver.py")
     with zipfile.ZipFile(wheel) as zipped:

@@ -70,8 +70,7 @@ PARAMETERS = {"explain": [*DOCUMENT["parameters"], *EXPLAIN_PARAMETERS]}
 def error_responses(*codes: int) -> dict[int | str, Schema]:
     """Describe error answers for the documentation."""
     content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
-    texts = DOCUMENT["errors"]
-    return {code: {"description": texts[code], "content": content} for code in codes}
+    return {code: {"description": DOCUMENT["errors"][code], "content": content} for code in codes}
 
 
 def of_model(

@@ -372,8 +372,7 @@ def count_instances(body: bytes) -> int:
     """Return how many instances a request seems to have; 0 where it has none."""
     try:
         if len(body) <= COUNTED_BYTES:
-            found = orjson.loads(body)
-            return len(found["instances"])
+            return len(orjson.loads(body)["instances"])
         start = _FIRST.search(body[:COUNTED_BYTES])
         if start is None:
             return 0

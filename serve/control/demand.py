@@ -64,8 +64,7 @@ class Demand:
             Unavailable: nothing may ever go.
         """
         while is_wanted():
-            loaded = self._loaded()
-            others = [each for each in loaded if each.pool is not pool]
+            others = [each for each in self._loaded() if each.pool is not pool]
             if len({each.pool for each in others} | self._coming) < self._most:
                 break
             stays = [each for each in others if each.config.is_pinned or each.held]

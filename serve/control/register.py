@@ -382,8 +382,7 @@ class Lifecycle:
         # Once this has returned, which refers to it: its pools, batchers and workers are cycles,
         # and the server seldom looks for those (`GARBAGE`).
         if self._collecting is None:
-            loop = asyncio.get_running_loop()
-            self._collecting = loop.call_later(GARBAGE_S, self._collect)
+            self._collecting = asyncio.get_running_loop().call_later(GARBAGE_S, self._collect)
 
     def _collect(self) -> None:
         self._collecting = None
@@ -455,8 +454,7 @@ async def restore(lifecycle: Lifecycle, report: Report) -> list[str]:
     policy, registry = lifecycle.policy, lifecycle.registry
     specs = policy.models_at_start()
     registry.notes = policy.notes_at_start()
-    machine = sizing.machine_of(policy.settings.servers)
-    allocator = sizing.StartupAllocator(machine, len(specs))
+    allocator = sizing.StartupAllocator(sizing.machine_of(policy.settings.servers), len(specs))
     starts = [_start(lifecycle, spec, allocator, report) for spec in specs]
     tasks = [asyncio.ensure_future(start) for start in starts]
     try:

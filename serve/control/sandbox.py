@@ -4,7 +4,6 @@ import contextlib
 import logging
 import os
 import secrets
-import shutil
 import site
 import threading
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from modelyard.archiver.untrusted.names import SHARED_FOLDER
+from modelyard.base.disk import remove
 from modelyard.serve.errors import StartError
 from modelyard.serve.settings import Settings
 from modelyard.serve.walls import measures, mounts, places
@@ -79,12 +79,11 @@ class Sandbox:
         has_network = network == "all"
         if files == "all":
             return Walls(has_network, has_files=True)
-        shared = folder / SHARED_FOLDER
-        own = [scratch_of(folder), shared]
+        # None lies in another: a worker could put a link in its place, and the next one get what
+        # this leads to.
+        own = [scratch_of(folder), folder if may_write else folder / SHARED_FOLDER]
         for each in own:
             each.mkdir(mode=0o700, exist_ok=True)
-        if may_write:
-            own.append(folder)
         uid = self._take_user(folder)
         if uid is not None:
             for each in (path for place in own for path in (place, *place.rglob("*"))):
@@ -106,7 +105,7 @@ class Sandbox:
     def forget(self, folder: Path) -> None:
         """Remove a version's folders, and take back its user. Blocking."""
         for each in (scratch_of(folder), folder):
-            shutil.rmtree(each, ignore_errors=True)
+            remove(each)
         self._taken.pop(folder, None)
 
     def _take_user(self, folder: Path) -> int | None:

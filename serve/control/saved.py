@@ -123,5 +123,4 @@ def _parse(entry: Any) -> ModelSpec | None:
         and 0 <= (workers or 0) <= MOST_WORKERS
     ):
         return None
-    is_default = bool(entry.get("default"))
-    return ModelSpec(file, name, workers, is_default=is_default, digest=digest)
+    return ModelSpec(file, name, workers, is_default=bool(entry.get("default")), digest=digest)

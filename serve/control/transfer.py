@@ -246,8 +246,7 @@ def _follow(url: Url, location: str) -> Url:
 
 def _connect(url: Url, addresses: Sequence[str], timeout_s: float) -> http.client.HTTPConnection:
     """Return a connection to the first address that answers, under the host's own name."""
-    host = f"{url.host}:{url.port}"
-    connection = http.client.HTTPConnection(host, timeout=timeout_s)
+    connection = http.client.HTTPConnection(f"{url.host}:{url.port}", timeout=timeout_s)
     connected = _first(addresses, url.port, timeout_s)
     if url.scheme == "https":
         context = ssl.create_default_context()

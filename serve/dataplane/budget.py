@@ -59,8 +59,7 @@ class AnswerBudget:
 
     def forget(self, then: Callable[[], None]) -> None:
         """Let somebody wait no longer."""
-        kept = [waiting for waiting in self._waiting if waiting[1] != then]
-        self._waiting = deque(kept)
+        self._waiting = deque(waiting for waiting in self._waiting if waiting[1] != then)
         self.give_back(0)
 
     def _has_room(self, size: int) -> bool:

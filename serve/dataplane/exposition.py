@@ -20,6 +20,8 @@ BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0,
 MOST_SERIES = 1000
 """Series of one metric; a label whose values never end must not fill the server's memory."""
 MOST_FAMILIES = 500
+MOST_SAID = 1000
+"""Letters of a record, as Python writes it: each series keeps its labels."""
 
 _NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 _LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
@@ -78,6 +80,8 @@ def read_records(records: object) -> Iterator[Record]:
     refused, first = max(0, len(given) - MAX_RECORDS), f"more than {MAX_RECORDS}"
     for record in given[:MAX_RECORDS]:
         try:
+            if len(repr(record)) > MOST_SAID:
+                raise ValueError(f"more than {MOST_SAID} letters")
             yield Record(
                 str(record["name"]),
                 float(record["value"]),

@@ -300,8 +300,7 @@ class Metrics:
         ours, torch = map(installed_version, ("modelyard", "torch"))
         self["build_info"].count(ours, platform.python_version(), torch).inc()
         for kind, name, text, read in OF_PROCESS:
-            family = self.add(kind, name, (), text, prefix="process_")
-            family.watch(partial(read, psutil.Process()))
+            self.add(kind, name, (), text, prefix="process_").watch(partial(read, psutil.Process()))
 
     def add(self, kind: str, name: str, *about: Any, prefix: str = "modelyard_") -> Family:
         """Add a metric, as `Family` describes it."""

@@ -535,8 +535,7 @@ class Pool:
             limit = self.plan.run.response_timeout_s
             is_busy = worker.is_ready and worker.flight and not worker.is_held_up
             if is_busy and worked - worker.busy_since > limit:
-                name = self._name(worker.number)
-                logger.error("%s: no answer for %g s; ending it", name, limit)
+                logger.error("%s: no answer for %g s; ending it", self._name(worker.number), limit)
                 next(iter(worker.flight.values())).fail(self.policy.silence(limit))
                 worker.condemn()
             elif worker.is_ready and worker.hangs_aside(worked):

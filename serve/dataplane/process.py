@@ -41,7 +41,7 @@ class ChildProcess:
 
     Args:
         pid: id of a child that nobody else waits for.
-        niceness: 0 to 19, the higher the sooner other processes go first.
+        niceness: 0 to 19, the higher the sooner other processes go first; at least this process's.
         end: signal that ends it and whatever it started; with another than SIGKILL it does that.
 
     Raises:
@@ -58,7 +58,7 @@ class ChildProcess:
         """The exit code, negative for a signal; None while it runs."""
         try:
             if niceness:
-                os.setpriority(os.PRIO_PROCESS, pid, niceness)
+                os.setpriority(os.PRIO_PROCESS, pid, max(niceness, os.nice(0)))
             self._pidfd = os.pidfd_open(pid)
         except OSError:
             os.kill(pid, signal.SIGKILL)
@@ -420,8 +420,7 @@ async def start_process(launch: Launch, descriptors: tuple[int, int, int]) -> Ch
 
 def worker_command() -> list[str]:
     """Return what starts our worker module, as a child of this process and of no other."""
-    module = "modelyard.serve.worker"
-    return [sys.executable, "-P", "-m", module, "--parent", str(os.getpid())]
+    return [sys.executable, "-P", "-m", "modelyard.serve.worker", "--parent", str(os.getpid())]
 
 
 def _send(control: socket.socket, request: Any, descriptors: Sequence[int]) -> None:

@@ -262,8 +262,7 @@ class Classes:
         for at, line in enumerate(self.lines):
             if at != priority:
                 most = (rounds + (at < priority)) * self._shares[at]
-                part = self._rates[at].read(arrived_at) / rows_per_s
-                others.append((most, line.rows, part))
+                others.append((most, line.rows, self._rates[at].read(arrived_at) / rows_per_s))
         return round(_solve(own, others))
 
     def _choose(self) -> int:

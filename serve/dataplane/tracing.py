@@ -111,8 +111,7 @@ def read_sampling(environment: Mapping[str, str]) -> Sampling:
     """
     name = environment.get("OTEL_TRACES_SAMPLER") or DEFAULT_SAMPLER
     if name not in SAMPLERS:
-        expected = ", ".join(SAMPLERS)
-        raise StartError(f"OTEL_TRACES_SAMPLER is {name!r}; expected one of {expected}")
+        raise StartError(f"OTEL_TRACES_SAMPLER is {name!r}; expected one of {', '.join(SAMPLERS)}")
     by_parent, share = SAMPLERS[name]
     if share is not None:
         return Sampling(by_parent, share)
@@ -213,8 +212,7 @@ class Trace:
         others = [other.context for other in batch.traces if other is not self]
         about = {"modelyard.batch.size": batch.size, "modelyard.worker.pid": batch.worker_pid}
         self._write_part("batch", batch_at, self._replied_at, about, others)
-        handled_at = min(batch_at + self._handler_s, self._replied_at)
-        self._write_part("handler", batch_at, handled_at)
+        self._write_part("handler", batch_at, min(batch_at + self._handler_s, self._replied_at))
 
     def _write_part(
         self,

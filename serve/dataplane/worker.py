@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from time import monotonic
+from time import monotonic, thread_time
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from modelyard.serve import errors
@@ -54,6 +54,13 @@ EXPLAINED_S = 0.1
 """Explanations that take longer together are answered one after another, who came first first.
 Sharing passes halves the time of those that take 7 ms, and saves nothing of 25 ms and more, each
 of which fills them."""
+TURN_S, JOB_S = 0.002, 0.005
+"""Processor time that reading takes at once, and for each job that is answered. A worker that takes
+more of ours, for it writes to the wire what it likes, is read in smaller pieces, and with rests."""
+RESTS = 9
+"""How many times as long as what is above that they are."""
+MOST_REPORTS = 64
+"""Messages of what a handler measured, from one answer to the next."""
 Aside = tuple[bytes, Sequence[Buffer], int, ReplySink, int]
 """A job that nobody waits for: head, parts, flags, sink and rows (0 for one)."""
 
@@ -228,6 +235,10 @@ class Worker(asyncio.BufferedProtocol):
         """Time of the pool's clock when its current batch began."""
         self.answered = 0
         self._replied_at = 0.0
+        self._reports = self._ended = 0
+        """Messages of what its handler measured since its last answer; jobs of this read."""
+        self._most_read = wire.RECEIVE_BYTES << 8
+        """Size of its next receive."""
         self._aside: dict[int, ReplySink] = {}
         self._aside_since = 0.0
         self._streams_aside: set[int] = set()
@@ -249,8 +260,7 @@ class Worker(asyncio.BufferedProtocol):
             ) from error
         await self._loop.connect_accepted_socket(lambda: self, ours)
         assert self._transport is not None
-        load = {**plan.load, "worker": self.number}
-        self._transport.write(wire.encode_control(wire.LOAD, load))
+        self._transport.write(wire.encode_control(wire.LOAD, {**plan.load, "worker": self.number}))
         try:
             async with asyncio.timeout(timeout_s):
                 await self.loaded
@@ -342,13 +352,14 @@ class Worker(asyncio.BufferedProtocol):
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Return where the next bytes go: a long answer straight into its own place."""
-        return self._decoder.buffer()
+        return self._decoder.buffer()[: self._most_read]
 
     def buffer_updated(self, nbytes: int) -> None:
         """Take replies and control messages; a worker that talks nonsense is ended."""
         self._read(partial(self._decoder.received, nbytes))
 
     def _read(self, receive: Callable[[], list[list[wire.Item]]]) -> None:
+        began, self._ended = thread_time(), 0
         try:
             frames = receive()
             for frame in frames:
@@ -365,6 +376,13 @@ class Worker(asyncio.BufferedProtocol):
             share = self._share
             if share.taken or share.budget.held > share.budget.limit:
                 share.settle(is_begun=self._decoder.room is not None)
+            excess_s = thread_time() - began - TURN_S - self._ended * JOB_S
+            if excess_s > 0:
+                self._most_read = max(min(self._most_read, wire.RECEIVE_BYTES) >> 2, 1 << 12)
+                self._pause()
+                self._loop.call_later(RESTS * excess_s, self._resume)
+            elif self._most_read < wire.RECEIVE_BYTES << 8:
+                self._most_read <<= 1
         self._pool.pump()
 
     @property
@@ -379,10 +397,15 @@ class Worker(asyncio.BufferedProtocol):
     def _go_on(self) -> None:
         """Read on with what waited for room."""
         self.busy_since = self._read_clock()
-        assert self._transport is not None
-        if not self._transport.is_closing():
-            self._transport.resume_reading()
+        if self._resume():
             self._read(partial(self._decoder.feed, b""))
+
+    def _resume(self) -> bool:
+        """Read on after a rest, unless there is no room, and return whether it does."""
+        assert self._transport is not None
+        if is_read := not (self._transport.is_closing() or self.is_held_up):
+            self._transport.resume_reading()
+        return is_read
 
     def connection_lost(self, error: Exception | None) -> None:
         """End the process, if it still runs; how it ended decides over what it held."""
@@ -400,7 +423,8 @@ class Worker(asyncio.BufferedProtocol):
 
     def _control(self, item: wire.Item) -> None:
         message = wire.decode_control(item)
-        if item.code == wire.METRICS and self.loaded.done():
+        self._reports += 1
+        if item.code == wire.METRICS and self.loaded.done() and self._reports <= MOST_REPORTS:
             busy_s = self._read_clock() - self.busy_since
             self._pool.metrics.reported(message.get("records"), busy_s)
         elif self.loaded.done():
@@ -425,6 +449,8 @@ class Worker(asyncio.BufferedProtocol):
         batch: Batch | None = None
         answered: list[tuple[Call, Reply]] = []
         before = len(self.flight)
+        if len(frame) > before + len(self._aside) + 1:  # and what the handler measured
+            raise wire.WireError(f"{len(frame)} replies, while it holds fewer jobs")
         for item in frame:
             id, status, flags, headers, body, queue_us, handler_us, _ = item
             if id == 0:
@@ -464,6 +490,8 @@ class Worker(asyncio.BufferedProtocol):
                 job.sink.set_result(reply)
                 if self._pool.on_answer:
                     answered.append((job, reply))
+        if ended := before - len(self.flight):
+            self._reports, self._ended = 0, self._ended + ended
         if answered:
             for tell in self._pool.on_answer:
                 tell(answered)
@@ -587,8 +615,7 @@ class Worker(asyncio.BufferedProtocol):
 
     def _read_clock(self) -> float:
         """Return the time by the pool's clock."""
-        clock = self._pool.clock
-        return clock.read(monotonic())
+        return self._pool.clock.read(monotonic())
 
     # -- a replica, as the batcher knows it ----------------------------------------------------
 

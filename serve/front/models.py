@@ -54,8 +54,7 @@ def describe_signature(registry: Registry, model: ModelVersion) -> dict[str, Any
 
     An archive without a seal states none.
     """
-    seal = (model.manifest or {}).get("modelyard") or {}
-    signature = seal.get("signature") or {}
+    signature = ((model.manifest or {}).get("modelyard") or {}).get("signature") or {}
     return {
         "name": model.name,
         "versions": [each.version for each in registry.versions(model.name)],

@@ -171,8 +171,7 @@ def write_head(status: int, headers: Headers, keeps_alive: bool) -> bytes | None
     lines.append(b"\r\n" if keeps_alive else b"connection: close\r\n\r\n")
     head = b"".join(lines)
     line_count = len(headers) + 2 + (not keeps_alive)
-    is_whole = head.count(b"\n") == line_count and head.count(b"\r") == line_count
-    return head if is_whole else None
+    return head if head.count(b"\n") == line_count == head.count(b"\r") else None
 
 
 class RequestResponseCycle:

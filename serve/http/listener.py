@@ -227,8 +227,7 @@ class Listener:
             self._loop.call_later(self._look_again_at - now, self.resume)
             return
         self._look_again_at = now + LOOK_S * self._count
-        stale = now - FRESH_S
-        idle = [c for c in self.connections if c.since < stale and c.is_idle]
+        idle = [c for c in self.connections if c.since < now - FRESH_S and c.is_idle]
         share = max(1, self._count // 64, self._count - self._room + 1)
         for connection in heapq.nsmallest(share, idle, key=lambda connection: connection.since):
             connection.transport.close()

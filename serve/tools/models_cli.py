@@ -65,8 +65,7 @@ def print_models(models: list[dict[str, Any]]) -> None:
         ready = sum(worker["status"] == "READY" for worker in workers)
         waiting, count = queue["pendingRequests"], f"{ready}/{len(workers)}"
         if not workers and model["minWorkers"]:
-            is_unloaded = model["reason"].startswith("unloaded")
-            count = "unloaded" if is_unloaded else model["state"].lower()
+            count = "unloaded" if model["reason"].startswith("unloaded") else model["state"].lower()
         table.add_row(
             escape(model["modelName"]),
             escape(model["modelVersion"]) + ("*" if model["isDefault"] else ""),

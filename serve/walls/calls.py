@@ -19,24 +19,20 @@ _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 
 _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 _DENIED, _WATCHING = _TABLES["denied"], _TABLES["watching"]
-_METADATA, _OF_ITSELF = _TABLES["metadata"], _TABLES["of_itself"]
-_IOCTL, _FCNTL = (16, 29), (72, 25)
+_METADATA, _OF_ITSELF, _WITH = (_TABLES[name] for name in ("metadata", "of_itself", "with"))
+_IOCTL = 16, 29
 _OF_FILE_SYSTEMS = (0x66, 0x58, 0x76, 0x94)
 """Groups of ioctl that do the same, and more: flags, projects, verity, snapshots. Refused as where
 a file system has none."""
-_LEASES = (1024, 1026)
-"""F_SETLEASE and F_NOTIFY of fcntl: others wait at a lease."""
-_AFFINITY = (203, 122)
-"""sched_setaffinity of the caller; of any other without effect, since libraries pin threads."""
 _CLONE, _CLONE3, _SOCKET, _CONNECT = (56, 220), (435, 435), (41, 198), (42, 203)
 _NAMESPACES = 0x7E020000
 """Flags of clone that make one."""
 _AF_UNIX, _AF_INET, _AF_INET6, _AF_NETLINK = 1, 2, 10, 16
 _SOCK_STREAM, _SOCK_RAW, _SOCK_SEQPACKET, _SOCK_PACKET, _TYPE = 1, 3, 5, 10, 0xF
-_OF_THE_USER = {"setpriority": 2, "ioprio_set": 3}
-"""Value of the first argument with which the second one names a user."""
 
-_X32 = 0x40000000
+_NEWEST = 469
+"""The last call of Linux 6.18, which the tables were made with: later ones, and those of x32, are
+as absent."""
 _NUMBER_AT, _ARCHITECTURE_AT, _ARGUMENTS_AT = 0, 4, 16
 _LOAD, _AND, _RETURN = 0x20, 0x54, 0x06
 _IF_EQUAL, _IF_AT_LEAST, _IF_ANY_BIT = 0x15, 0x35, 0x45
@@ -89,7 +85,7 @@ def _program(machine: str, has_network: bool, has_metadata: bool, pid: int) -> P
         _instruction(_IF_EQUAL, architecture, 1, 0),  # passes over what follows
         _refuse(),
         _load(_NUMBER_AT),
-        *_if(_IF_AT_LEAST, _X32, [_refuse()]),
+        *_if(_IF_AT_LEAST, _NEWEST + 1, [_refuse(errno.ENOSYS)]),
     ]
     for numbers in (*_DENIED.values(), *_WATCHING.values()):
         program += _if(_IF_EQUAL, numbers[column], [_refuse()]) if numbers[column] >= 0 else []
@@ -99,10 +95,11 @@ def _program(machine: str, has_network: bool, has_metadata: bool, pid: int) -> P
         groups = _among((each << 8 for each in _OF_FILE_SYSTEMS), [_refuse(errno.ENOTTY)])
         group = [_load_argument(1), _instruction(_AND, 0xFF00)]
         program += _if(_IF_EQUAL, _IOCTL[column], [*group, *groups, _allow()])
-    leases = [_load_argument(1), *_among(_LEASES, [_refuse()]), _allow()]
-    program += _if(_IF_EQUAL, _FCNTL[column], leases)
-    others = [_load_argument(0), *_among((0, pid), [_allow()]), _refuse(0)]
-    program += _if(_IF_EQUAL, _AFFINITY[column], others)
+    for *columns, conditions in _WITH.values():
+        then = [_refuse()]
+        for argument, value in reversed(conditions):
+            then = [_load_argument(argument), *_if(_IF_EQUAL, value, then)]
+        program += _if(_IF_EQUAL, columns[column], [*then, _load(_NUMBER_AT)])
     # Its flags lie in memory, where no filter looks; libraries then take `clone`.
     program += _if(_IF_EQUAL, _CLONE3[column], [_refuse(errno.ENOSYS)])
     program += _if(
@@ -117,11 +114,8 @@ def _program(machine: str, has_network: bool, has_metadata: bool, pid: int) -> P
     # CUDA listens on a socket of packets, which reaches nobody unless it is connected.
     sockets = _sockets() if has_network else _unix(_SOCK_SEQPACKET)
     program += _if(_IF_EQUAL, _SOCKET[column], sockets)
-    for name, (*columns, argument) in _OF_ITSELF.items():
-        test: Program = []
-        if name in _OF_THE_USER:
-            test += [_load_argument(0), *_if(_IF_EQUAL, _OF_THE_USER[name], [_refuse()])]
-        test += [_load_argument(argument), *_among((0, pid), [_allow()]), _refuse()]
+    for *columns, argument, number in _OF_ITSELF.values():
+        test = [_load_argument(argument), *_among((0, pid), [_allow()]), _refuse(number)]
         program += _if(_IF_EQUAL, columns[column], test)
     return [*program, _allow()]
 

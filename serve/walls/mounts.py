@@ -54,8 +54,7 @@ def separate(writes: Collection[str], reads: Collection[str] = (), hidden: str =
 @functools.cache
 def why_not() -> str | None:
     """Return why a process of this user cannot have them, or None; it starts one that tries."""
-    code = f"from {__name__} import separate; separate(())"
-    command = [sys.executable, "-P", "-c", code]
+    command = [sys.executable, "-P", "-c", f"from {__name__} import separate; separate(())"]
     try:
         ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     except (OSError, subprocess.SubprocessError) as error:
@@ -95,8 +94,7 @@ def _move(trees: Iterable[tuple[int, str]]) -> None:
 
 
 def _clone(path: str) -> int:
-    flags = _CLONE | _RECURSIVE | os.O_CLOEXEC
-    return kernel.syscall(_OPEN_TREE, _HERE, os.fsencode(path), flags)
+    return kernel.syscall(_OPEN_TREE, _HERE, os.fsencode(path), _CLONE | _RECURSIVE | os.O_CLOEXEC)
 
 
 def _set(path: str, attributes: int, propagation: int) -> None:

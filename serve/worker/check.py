@@ -229,6 +229,5 @@ def _moves(
             other = value_of(answer_golden(service, example, number)[0])
         differs, groups = pair_up(value, other)
         for name, group in {} if differs else groups.items():
-            apart = differences(*group.numbers())
-            moves[name] = np.maximum(moves.get(name, 0.0), _MARGIN * apart)
+            moves[name] = np.maximum(moves.get(name, 0.0), _MARGIN * differences(*group.numbers()))
     return {name: [float(f"{move:.3g}") for move in each.flat] for name, each in moves.items()}

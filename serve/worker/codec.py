@@ -475,11 +475,9 @@ class Rules:
 
     def refuse(self, error: BaseException, request_id: str, was_read: bool = True) -> Answer:
         """Return the answer to a request on which the handler failed, or that no handler saw."""
-        explain = self.explain_error if was_read else self.explain_undecodable
-        refusal = explain(error)
+        refusal = (self.explain_error if was_read else self.explain_undecodable)(error)
         refusal = refusal._replace(message=refusal.message[:MOST_SAID])
-        body = self.write_error(refusal, request_id)
-        return Answer(refusal.code, {"content-type": JSON}, body)
+        return Answer(refusal.code, {"content-type": JSON}, self.write_error(refusal, request_id))
 
 
 OURS = Rules()

@@ -227,8 +227,7 @@ def describe(error: BaseException, folder: Path) -> str:
         return f"{type(error).__name__}: {error.msg} ({Path(error.filename).name}:{error.lineno})"
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         with contextlib.suppress(ValueError):
-            place = Path(frame.filename).relative_to(folder)
-            return f"{text} ({place}:{frame.lineno})"
+            return f"{text} ({Path(frame.filename).relative_to(folder)}:{frame.lineno})"
     return text
 
 

@@ -380,8 +380,7 @@ class Calls:
         """Return the end of an answer of which the client has the first chunks already."""
         if not isinstance(error, ClientsLeft):
             _log_error("request %s failed after its first chunk", request.request_id, error)
-        refused = self._service.rules.refuse(error, request.request_id)
-        return refused._replace(flags=wire.BROKEN)
+        return self._service.rules.refuse(error, request.request_id)._replace(flags=wire.BROKEN)
 
 
 def answer_batch(service: Service, batch: Sequence[wire.Item]) -> list[codec.Answer]:

@@ -69,8 +69,7 @@ class Stepping:
             EOFError: the server closed its end.
         """
         reader = self._reader
-        is_idle = not self._waiting and not self._running
-        self._waiting.extend(reader.read_arrived(must_wait=is_idle))
+        self._waiting.extend(reader.read_arrived(must_wait=not self._waiting and not self._running))
         reader.forget_cancelled([*self._running, *(item.id for item in self._waiting)])
         frame = wire.Frame()
         self._drop_left(frame)
@@ -119,8 +118,7 @@ class Stepping:
         try:
             job.request.decode(item.body, rules.read_json)
         except Exception as error:
-            answer = rules.refuse(error, job.request.request_id, was_read=False)
-            self._end(frame, job, answer)
+            self._end(frame, job, rules.refuse(error, job.request.request_id, was_read=False))
             return
         try:
             row, headers = job.request.row, Headers(job.request.headers)

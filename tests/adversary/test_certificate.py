@@ -170,8 +170,8 @@ def _try(files: Files, name: str, change: Change, folder: Path, is_wrong: bool) 
     return Row("certificate", name if is_wrong else f"{name}: {said}", is_wrong, bool(said))
 
 
-PARTS = len(WRONG)
-"""The first wrong and the first harmless row run by day, all of them at night."""
+PARTS = len(HARMLESS)
+"""A harmless row in each, and some wrong ones: a gallery has both."""
 
 
 def tried(files: Files, folder: Path, part: int) -> list[Row]:
@@ -180,12 +180,6 @@ def tried(files: Files, folder: Path, part: int) -> list[Row]:
         for is_wrong, changes in ((True, WRONG), (False, HARMLESS))
         for name, change in list(changes.items())[part::PARTS]
     ]
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(600)
-def test_some_altered_certificates_are_seen(digits: Files, tmp_path: Path) -> None:
-    judge(tried(digits, tmp_path, 0))
 
 
 @pytest.mark.nightly

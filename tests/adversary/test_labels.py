@@ -55,8 +55,8 @@ HARMLESS: dict[str, Any] = {
     "with ids": {key: [f"n0{key}", name] for key, name in NAMES.items()},
     "as a list": {"object_type_names": list(NAMES.values())},
 }
-PARTS = len(WRONG)
-"""The first wrong and the first harmless row run by day, all of them at night."""
+PARTS = len(HARMLESS)
+"""A harmless row in each, and some wrong ones: a gallery has both."""
 
 
 def caught(files: Files, labels: Any, folder: Path) -> list[str]:
@@ -75,12 +75,6 @@ def tried(files: Files, folder: Path, part: int) -> list[Row]:
         for is_wrong, changes in ((True, WRONG), (False, HARMLESS))
         for change, labels in list(changes.items())[part::PARTS]
     ]
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(600)
-def test_some_altered_label_files_are_seen(digits: Files, tmp_path: Path) -> None:
-    judge(tried(digits, tmp_path, 0))
 
 
 @pytest.mark.nightly

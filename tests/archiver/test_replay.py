@@ -256,7 +256,17 @@ def handle(data, context):
     }
     found = {name: attempt(name, act) for name, act in acts.items()}
     subprocess.Popen(["sleep", "3141.59"], start_new_session=True)
+    leave_a_deep_folder(os.environ["HOME"])
     return [found for _ in data or []]
+
+def leave_a_deep_folder(home):
+    if os.path.basename(home) != "own":
+        return  # without walls it is the user's
+    here = os.open(home, os.O_RDONLY)
+    for _ in range(1500):  # more than Python's functions call themselves
+        os.mkdir("deeper", dir_fd=here) if "deeper" not in os.listdir(here) else None
+        above, here = here, os.open("deeper", os.O_RDONLY, dir_fd=here)
+        os.close(above)
 """
 
 

@@ -310,19 +310,22 @@ ODD: dict[str, tuple[Build, tuple[str, ...]]] = {
     "compiled": (lambda: Net(lambda s, x: s.fast(x), fast=torch.compile(nn.Linear(4, 2))), BOTH),
     "interpolate by 0.4": (lambda: Net(smaller), ALL),
     "istft": (lambda: Net(waves), PT2 + SCRIPT),
-    "TensorDict": (lambda: Net(lambda s, x: Batch(y(s, x))), NONE),
+    "TensorDict": (lambda: Net(lambda s, x: Batch(y(s, x))), ALL),
 }
 """Name → what builds it, of `x:float32[batch,4]`; and the formats in which bare calls are right."""
 
 
 class Batch(collections.UserDict):  # type: ignore[type-arg]
-    """A mapping whose iteration fails, as a TensorDict's over no dims does."""
+    """A mapping that has items and no iteration, as a TensorDict over no dims."""
 
     def __init__(self, logits: Tensor) -> None:
         super().__init__({"logits": logits})
 
     def __iter__(self) -> Iterator[Any]:
         raise TypeError("iteration over a 0-d tensordict")
+
+    def items(self) -> Any:
+        return self.data.items()
 
 
 def apply(function: Any, x: Tensor) -> Any:

@@ -52,6 +52,8 @@ class Flat(nn.Module):
 class Scaled(nn.Module):
     """Scales its pictures by what it holds, which rows of numbers would run through as well."""
 
+    mean: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("mean", torch.zeros(1, 3, 1, 1))

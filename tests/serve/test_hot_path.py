@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from types import FrameType
@@ -198,8 +199,13 @@ def test_a_prediction_passes_through_few_files_and_calls(tmp_path: Path) -> None
     seen: list[list[tuple[str, str]]] = []
     """Of each request; what timers do now and then comes on top of some, of most under load."""
 
+    @cache
+    def resolve(name: str) -> Path:
+        """A worker whose answers take this process long is given rests: to look may not be slow."""
+        return Path(name).resolve()
+
     def note(frame: FrameType, event: str, argument: object) -> None:
-        file = Path(frame.f_code.co_filename).resolve()
+        file = resolve(frame.f_code.co_filename)
         if event == "call" and any(file.is_relative_to(root / each) for each in OURS):
             seen[-1].append((str(file.relative_to(root)), frame.f_code.co_name))
 

@@ -358,6 +358,8 @@ LIES = {
     "half_a_frame": None,
     "control 2": "control message 2 from a worker that is loaded",
     "control 4": "control message 4 is not JSON",
+    "reports 65": "control message 4 from a worker that is loaded",
+    "crowd 4096": "4096 replies, while it holds fewer jobs",
 }
 """What a worker sends, and what the log says to that; None where it just ends."""
 
@@ -366,7 +368,7 @@ LIES = {
 @pytest.mark.parametrize(
     "lies",
     [
-        ("garbage", "half_a_frame", "control 2"),
+        ("crowd 4096", "half_a_frame", "reports 65"),
         pytest.param(tuple(LIES), marks=pytest.mark.nightly),
     ],
     ids=["three", "all"],
@@ -387,6 +389,21 @@ def test_a_worker_that_writes_to_the_wire_is_ended_with_one_line_in_the_log(
     said = Counter(re.findall(r"sick 1\.0 worker 1: (.*); ending it", server.log[logged:]))
     # The first one is said twice: it ended the batch too.
     assert said == Counter(filter(None, (LIES[lie] for lie in (lies[0], *lies))))
+
+
+def test_a_worker_that_streams_nothing_without_end_costs_others_a_share_of_the_server(
+    server: LiveServer, threads: ThreadPoolExecutor, tmp_path: Path
+) -> None:
+    """What the server takes of it for each answer of another model is bounded."""
+    gate, asked = tmp_path / "gate", 20
+    before = server.handed_over("sick")
+    streamed = threads.submit(ask, server, "sick", f"stream_until {gate}")
+    poll(lambda: server.handed_over("sick") > before, "it is handed over")
+    for at in range(asked):
+        assert ask(server, HEALTHY, f"beside {at}").status == 200
+    gate.touch()
+    taken = json.loads(streamed.result().body)["sent"]
+    assert taken < asked * 1_000_000, taken
 
 
 def test_a_replayed_answer_harms_only_the_worker_that_sent_it(server: LiveServer) -> None:

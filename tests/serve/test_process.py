@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -39,11 +40,26 @@ def test_a_process_that_ends_by_itself_is_reaped_and_described() -> None:
 def test_one_that_goes_on_is_killed_when_its_time_is_over() -> None:
     async def scenario() -> None:
         process = start("import time; time.sleep(600)", niceness=7)
-        assert os.getpriority(os.PRIO_PROCESS, process.pid) == 7
+        assert os.getpriority(os.PRIO_PROCESS, process.pid) == max(7, os.nice(0))
         await process.end(0.01)
         assert process.how_it_ended == "ended by SIGKILL"
 
     asyncio.run(scenario())
+
+
+def test_no_child_of_a_niced_process_is_less_nice() -> None:
+    code = (
+        "import asyncio, os, time\n"
+        "from tests.serve.test_process import start\n"
+        "async def scenario():\n"
+        "    process = start('import time; time.sleep(600)', niceness=7)\n"
+        "    print(os.getpriority(os.PRIO_PROCESS, process.pid), os.nice(0))\n"
+        "    await process.end(0.01)\n"
+        "os.nice(39)\n"  # the most that there is, from wherever the tests are
+        "asyncio.run(scenario())\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True)
+    assert ran.stdout == b"19 19\n"
 
 
 def test_what_it_has_started_ends_with_it(tmp_path: Path) -> None:

@@ -9,14 +9,16 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
-from modelyard.serve.control.sandbox import check_machine, examine_machine
+from modelyard.archiver.untrusted.names import SHARED_FOLDER
+from modelyard.serve.control.sandbox import Sandbox, check_machine, examine_machine
 from modelyard.serve.errors import StartError
 from modelyard.serve.settings import Settings
-from modelyard.serve.walls import calls, kernel, mounts
+from modelyard.serve.walls import calls, kernel, landlock, mounts, places
 from modelyard.serve.walls.environment import PASSED, choose_variables
 from modelyard.serve.walls.measures import LACKING, OFF, UP
 from tests.serve import live
@@ -221,3 +223,52 @@ def test_workers_get_the_variables_that_are_named(
     chosen = choose_variables({name: "value"}, (*PASSED, *passed))
     assert chosen == ({name: "value"} if is_passed else {})
     assert not choose_variables({name: "value"}, (*PASSED, *passed), hidden=name)
+
+
+# -- what a worker leaves in the next one's way -------------------------------------------------
+
+TAKES_OVER = """
+import contextlib, json, os, sys
+from modelyard.serve.walls.raising import Walls, raise_walls
+raise_walls(Walls.of_message(json.loads(sys.argv[1])))
+folder, secret = sys.argv[2:]
+for name in os.listdir(folder):
+    with contextlib.suppress(OSError):
+        os.rename(f"{folder}/{name}", f"{folder}/away")
+        os.symlink(os.path.dirname(secret), f"{folder}/{name}")
+        print("linked", name)
+with contextlib.suppress(OSError):
+    print(open(secret).read())
+"""
+
+
+@pytest.mark.skipif(landlock.version() == 0, reason="this kernel has no Landlock")
+@pytest.mark.parametrize("may_write", [True, False], ids=["writes beside the model", "does not"])
+def test_no_link_of_a_worker_opens_more_to_the_next_one(tmp_path: Path, may_write: bool) -> None:
+    """In a container, where no mount holds the names of folders that are given."""
+    state, secret = tmp_path / "state", tmp_path / "elsewhere" / "secret"
+    folder = state / "foreign-1"
+    folder.mkdir(parents=True)
+    secret.parent.mkdir()
+    secret.write_text("something secret")
+    plan = Sandbox(Settings(state_dir=state)).plan(folder, "none", "own", may_write)
+    assert plan is not None
+    (folder / SHARED_FOLDER).mkdir(exist_ok=True)
+    if may_write:
+        folder.chmod(0o777)  # here it is nobody else's
+    walls = json.dumps(asdict(replace(plan, has_mounts=False, uid=None, capability=None)))
+    command = [sys.executable, "-P", "-c", TAKES_OVER, walls, str(folder), str(secret)]
+    said = ""
+    for _ in ("one worker", "the next one"):
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert ran.returncode == 0, ran.stderr
+        said += ran.stdout
+    assert ("linked" in said) == may_write
+    assert "secret" not in said
+
+
+def test_keys_of_the_machine_lie_in_no_place_that_workers_read() -> None:
+    """The user of a version may read what root may."""
+    tls = "/etc/pki/tls/private/localhost.key", "/etc/ssl/private/localhost.key"
+    for key in map(Path, (*tls, "/etc/ssh/ssh_host_ed25519_key", "/etc/shadow", "/proc/kcore")):
+        assert not any(key.is_relative_to(place) for place in places._SYSTEM), key

@@ -17,7 +17,7 @@ import pytest
 from modelyard.serve.walls import calls, landlock, mounts
 from tests.serve.walls.identities import IS_ROOT
 
-ALLOWED, REFUSED, DONE = 0x7FFF0000, 0x00050001, 0x00050000
+ALLOWED, REFUSED, DONE, ABSENT = 0x7FFF0000, 0x00050001, 0x00050000, 0x00050000 | 38
 
 
 def judge(machine: str, has_network: bool, number: int, *arguments: int) -> int:
@@ -51,6 +51,7 @@ OF_ITSELF: dict[str, tuple[tuple[int, ...], int | None]] = {
     "sched_setparam": ((), None),
     "sched_setscheduler": ((), None),
     "sched_setattr": ((), None),
+    "sched_setaffinity": ((), None),
     "setpriority": ((os.PRIO_PROCESS,), os.PRIO_USER),
     "ioprio_set": ((1,), 3),
 }
@@ -62,22 +63,25 @@ def test_the_filter_judges_alike_on_both_architectures(machine: str) -> None:
     column = ["x86_64", "aarch64"].index(machine)
     unix, internet, packet, route = 1, 2, 17, 16
     stream, raw, cloexec = 1, 3, 0o2000000
-    for numbers in calls._DENIED.values():
-        assert judge(machine, True, numbers[column]) == REFUSED
     for numbers, verdict in (
-        *((numbers, REFUSED) for numbers in calls._WATCHING.values()),
+        *((numbers, REFUSED) for numbers in (calls._DENIED | calls._WATCHING).values()),
         *((numbers, DONE) for numbers in calls._METADATA.values()),
     ):
         if numbers[column] >= 0:
             assert judge(machine, True, numbers[column]) == verdict
-    ioctl, fcntl = calls._IOCTL[column], calls._FCNTL[column]
+    ioctl, fcntl = calls._IOCTL[column], calls._WITH["fcntl_setlease"][column]
     for group in "fXv\x94":
         assert judge(machine, True, ioctl, 3, 0x40080000 | ord(group) << 8 | 2) == 0x00050000 | 25
     assert judge(machine, True, ioctl, 3, 0xC020462A) == ALLOWED  # a GPU's
     assert [judge(machine, True, fcntl, 3, command) for command in (1, 1024, 1026)] == [
         ALLOWED, REFUSED, REFUSED]  # fmt: skip
-    affinity = calls._AFFINITY[column]
-    assert [judge(machine, True, affinity, pid) for pid in (0, 77, 1)] == [ALLOWED, ALLOWED, DONE]
+    prctl, sets = (calls._WITH[f"{name}_{what}"][column] for name, what in (
+        ("prctl", "set_seccomp"), ("setsockopt", "attach_filter")))  # fmt: skip
+    assert [judge(machine, True, prctl, option) for option in (15, 22)] == [ALLOWED, REFUSED]
+    of_sockets, of_ip6 = 1, 41
+    assert [judge(machine, True, sets, 3, *each) for each in (
+        (of_sockets, 26), (of_sockets, 51), (of_sockets, 2), (of_ip6, 26))] == [
+        REFUSED, REFUSED, ALLOWED, ALLOWED]  # fmt: skip
     clone, socket_ = calls._CLONE[column], calls._SOCKET[column]
     assert judge(machine, True, clone, 0x3D0F00) == ALLOWED  # a thread
     assert judge(machine, True, clone, 0x10000000 | 17) == REFUSED  # with a user namespace
@@ -112,11 +116,14 @@ def test_the_filter_judges_alike_on_both_architectures(machine: str) -> None:
     for name, (before, user) in OF_ITSELF.items():
         number = calls._OF_ITSELF[name][column]
         verdicts = [judge(machine, False, number, *before, pid) for pid in (0, 77, 1)]
-        assert verdicts == [ALLOWED, ALLOWED, REFUSED], name
+        other = DONE if name == "sched_setaffinity" else REFUSED  # libraries pin threads
+        assert verdicts == [ALLOWED, ALLOWED, other], name
         if user is not None:
             assert judge(machine, False, number, user, 0) == REFUSED, name
-    assert judge(machine, False, 0x40000000) == REFUSED
-    assert judge(machine, False, 0) == ALLOWED
+    later, of_x32 = calls._NEWEST + 1, 0x40000000
+    assert {judge(machine, False, each) for each in (later, of_x32, 0xFFFFFFFF)} == {ABSENT}
+    assert judge(machine, False, calls._NEWEST) == DONE  # it is among the tables'
+    assert judge(machine, False, {"x86_64": 0, "aarch64": 63}[machine]) == ALLOWED  # read
 
 
 def test_the_numbers_are_those_of_this_machine() -> None:
@@ -136,9 +143,10 @@ def test_the_numbers_are_those_of_this_machine() -> None:
                 case ["#define", name, number] if number.isdigit():
                     there[name.removeprefix("__NR_").removeprefix("__NR3264_")] = int(number)
         others = {"clone": calls._CLONE, "clone3": calls._CLONE3, "socket": calls._SOCKET,
-                  "sched_setaffinity": calls._AFFINITY, "ioctl": calls._IOCTL,
-                  "fcntl": calls._FCNTL, "connect": calls._CONNECT,
-                  "socketpair": calls._SOCKETPAIR}  # fmt: skip
+                  "ioctl": calls._IOCTL, "connect": calls._CONNECT,
+                  "socketpair": calls._SOCKETPAIR,
+                  **{name.partition("_")[0]: each
+                     for name, each in calls._WITH.items()}}  # fmt: skip
         known = calls._DENIED | calls._OF_ITSELF | calls._WATCHING | calls._METADATA | others
         for name, numbers in known.items():
             assert numbers[column[machine]] >= 0 or name not in there, name

@@ -392,13 +392,42 @@ def half_a_frame(context, at):
 def replay(context, at):
     """Answer each job that it may hold twice."""
     answers = [struct.pack("<IHHIIIII", id, 200, 0, 0, 0, 0, 0, 0) for id in range(1, 33)]
-    send_and_wait(struct.pack("<I", 64) + b"".join(answers * 2))
+    send_and_wait(b"".join(struct.pack("<I", 1) + each for each in answers * 2))
 
 
 def forge(context, at, status, headers=""):
     """Answer the first job that this worker ever held with a reply that no server may send on."""
     meta = headers.replace("|", "\0").encode()
     send_and_wait(struct.pack("<IIHHIIIII", 1, 1, int(status), 0, 0, 0, 0, len(meta), 0) + meta)
+
+
+def reports(context, at, count):
+    """More messages of what was measured than go with an answer."""
+    send_and_wait((struct.pack("<IIHHIIIII", 1, 0, 4, 0, 0, 0, 0, 0, 2) + b"{}") * int(count))
+
+
+def chunks(count):
+    """Return a frame of empty chunks of the answer that this worker makes now."""
+    frame = sys._getframe()
+    while "batch" not in frame.f_locals:
+        frame = frame.f_back
+    chunk = struct.pack("<IHHIIIII", frame.f_locals["batch"][0].id, 200, 1, 0, 0, 0, 0, 0)
+    return struct.pack("<I", count) + chunk * count
+
+
+def crowd(context, at, count):
+    """More chunks in one frame than it holds jobs."""
+    send_and_wait(chunks(int(count)))
+
+
+def stream_until(context, at, file):
+    """Send empty chunks without end; return how many bytes of them the server took."""
+    data, sent = chunks(1) * 2000, 0
+    with wire() as connection:
+        while not Path(file).exists():
+            connection.sendall(data)
+            sent += len(data)
+    return {"sent": sent}
 
 
 def control(context, at, code):
@@ -410,5 +439,5 @@ def control(context, at, code):
 MISDEEDS = {
     name: value
     for name, value in globals().items()
-    if callable(value) and not isinstance(value, type) and name not in ("handle", "wire")
+    if callable(value) and not isinstance(value, type) and name not in ("chunks", "handle", "wire")
 }

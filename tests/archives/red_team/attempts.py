@@ -713,12 +713,43 @@ KERNEL = {
     "syslog": (103, 116, 10, 0, 0),
     "process_mrelease": (448, 448, -1, 0),
     "migrate_pages": (256, 238, 1 << 22, 0, 0, 0),
+    "io_setup": (206, 0, 1, ctypes.create_string_buffer(8)),
+    "seccomp": (317, 277, 2, 0, struct.pack("I", 0)),
+    "modify_ldt": (154, -1, 0, ctypes.create_string_buffer(8), 8),
+    "quotactl": (179, 60, 0x80000400, b"/absent", 0, None),
+    "quotactl_fd": (443, 443, -1, 0x80000400, 0, None),
 }
 
 
 @attempt("kernel", *KERNEL)
 def ask_the_kernel(world, name):
     return is_let_through(*KERNEL[name])
+
+
+FILTER = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0x7FFF0000))
+"""A program that lets everything through. Its kind has one limit for the whole machine, which some
+thousand processes reach; then nobody has walls."""
+
+
+def filter_program():
+    return struct.pack("HxxxxxxQ", 1, ctypes.addressof(FILTER))
+
+
+@attempt("kernel")
+def filter_calls(world):
+    def install():
+        check(LIBC.prctl(38, 1, 0, 0, 0))  # no new privileges
+        check(LIBC.prctl(22, 2, filter_program(), 0, 0))
+
+    return in_a_child(install)
+
+
+@attempt("kernel")
+def filter_packets(world):
+    ours, other = socket.socketpair()
+    with ours, other:
+        ours.setsockopt(socket.SOL_SOCKET, 26, filter_program())
+    return "filtered"
 
 
 @attempt("kernel")

@@ -263,7 +263,7 @@ class Dropout(Right):
 
 
 class OnlyForClients(Right):
-    """Behaves while nobody gets its answers: workers of a shadow are niced."""
+    """Behaves while nobody gets its answers: workers of a shadow are niced, by 10."""
 
     def answer(self, rows: list[Row]) -> list[Answer]:
-        return [score(row if os.nice(0) else row[:1]) for row in rows]
+        return [score(row if os.nice(0) >= 10 else row[:1]) for row in rows]
