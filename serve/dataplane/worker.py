@@ -57,8 +57,9 @@ of which fills them."""
 TURN_S, JOB_S = 0.002, 0.005
 """Processor time that reading takes at once, and for each job that is answered. A worker that takes
 more of ours, for it writes to the wire what it likes, is read in smaller pieces, and with rests."""
-RESTS = 9
-"""How many times as long as what is above that they are."""
+RESTS, REST_S = 9, 0.05
+"""How many times as long as what is above that they are, and the longest: it may be no fault of
+the worker's that the process stood still meanwhile."""
 MOST_REPORTS = 64
 """Messages of what a handler measured, from one answer to the next."""
 Aside = tuple[bytes, Sequence[Buffer], int, ReplySink, int]
@@ -380,7 +381,7 @@ class Worker(asyncio.BufferedProtocol):
             if excess_s > 0:
                 self._most_read = max(min(self._most_read, wire.RECEIVE_BYTES) >> 2, 1 << 12)
                 self._pause()
-                self._loop.call_later(RESTS * excess_s, self._resume)
+                self._loop.call_later(min(RESTS * excess_s, REST_S), self._resume)
             elif self._most_read < wire.RECEIVE_BYTES << 8:
                 self._most_read <<= 1
         self._pool.pump()
