@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
-from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -66,9 +66,20 @@ class Embeddings(Face):
             if found is None or cycle.method != found[0].method:
                 route(cycle, id)
             else:
-                cycle.read_body(partial(self._begin, cycle, *found))
+                cycle.read_body(lambda parts: self._wait(cycle, *found, parts))
 
         return answer if api == "inference" else route
+
+    def _wait(self, cycle: RequestResponseCycle, *asked: Any) -> None:
+        """Begin in a turn of its own, for a body takes milliseconds to read."""
+
+        async def begin() -> None:
+            async with cycle.connection.turns.one:
+                await asyncio.sleep(0)
+            if not cycle.has_left:
+                self._begin(cycle, *asked)
+
+        cycle.task = cycle.connection.loop.create_task(begin())
 
     def _begin(
         self, cycle: RequestResponseCycle, protocol: Protocol, model: str | None,

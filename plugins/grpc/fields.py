@@ -30,13 +30,14 @@ def begin_bytes(number: int, size: int) -> bytes:
 
 
 def cut_out(
-    message: bytes | memoryview, numbers: Collection[int]
+    message: bytes | memoryview, numbers: Collection[int], most: int = MOST_FIELDS
 ) -> tuple[bytes, list[tuple[int, memoryview]]]:
     """Return a message without some of its fields of bytes, and those, in their order.
 
     Args:
         message: message as it came.
         numbers: numbers of the fields; their values are not copied.
+        most: most fields that it may have.
 
     Raises:
         ValueError: it is not a message.
@@ -49,8 +50,8 @@ def cut_out(
         while at < end:
             start = at
             count += 1
-            if count > MOST_FIELDS:
-                raise ValueError(f"more than {MOST_FIELDS} fields")
+            if count > most:
+                raise ValueError(f"more than {most} fields")
             tag, at = (data[at], at + 1) if data[at] < 0x80 else _number(data, at)
             kind = tag & 7
             if kind == BYTES:

@@ -259,7 +259,7 @@ def _read(data: bytes) -> tuple[Any, dict[str, list[Buffer]]]:
     try:
         rest, entries = cut_out(data, (INPUT,))
         for _, entry in entries:
-            key, cut = cut_out(entry, (VALUE,))
+            key, cut = cut_out(entry, (VALUE,), most=4)  # a key and a value, and what may come
             name = parse(f"{REQUEST}.InputEntry", key).key
             values[name] = [cut[-1][1]] if cut else []
     except ValueError as error:

@@ -24,7 +24,7 @@ from modelyard.serve.api.oip import asks_for_ready, refuse_overrides
 from modelyard.serve.control.repository import Repository
 from modelyard.serve.dataplane import wire
 from modelyard.serve.dataplane.call import EXPLAIN, PREDICT, Target
-from modelyard.serve.dataplane.form import MAX_CONTENT_TYPE, read_parts
+from modelyard.serve.dataplane.form import MAX_CONTENT_TYPE, MAX_PARTS, read_parts
 from modelyard.serve.dataplane.wire import Buffer
 from modelyard.serve.errors import BadRequest, MethodNotAllowed, NoSuchRoute, Unavailable
 from modelyard.serve.front import models
@@ -222,11 +222,11 @@ def form_field(headers: Iterable[tuple[bytes, bytes]], body: bytes, name: str) -
     message = Message()
     message["content-type"] = content_type
     kind = message.get_content_type()
-    if kind == "application/x-www-form-urlencoded":
-        return dict(parse_qsl(body.decode("latin-1"), keep_blank_values=True)).get(name)
-    if kind != "multipart/form-data" or not message.get_boundary():
-        return None
     try:
+        if kind == "application/x-www-form-urlencoded":
+            return dict(parse_qsl(body.decode("latin-1"), True, max_num_fields=MAX_PARTS)).get(name)
+        if kind != "multipart/form-data" or not message.get_boundary():
+            return None
         parts = read_parts(content_type, body)
     except ValueError as error:
         raise BadRequest(str(error)) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import math
@@ -18,6 +19,7 @@ from tokenizers import Tokenizer
 
 from examples.minilm.make import train_tokenizer
 from modelyard.plugins.embeddings import protocols
+from modelyard.plugins.embeddings.face import Embeddings
 from modelyard.plugins.embeddings.protocols import MOST_INPUTS, MOST_SIGNS, NAMED_BYTES, read_body
 from modelyard.plugins.embeddings.rows import like_lengths
 from modelyard.plugins.embeddings.tests.networks import (
@@ -28,7 +30,10 @@ from modelyard.plugins.embeddings.tests.networks import (
     build,
 )
 from modelyard.serve.errors import BadRequest
+from modelyard.serve.http.connection import RequestResponseCycle
 from tests.serve.live import LiveServer, modelyard
+from tests.serve.test_connection import Served, run
+from tests.serve.test_connection import post as http_post
 
 LONG = "film " * (2 * MOST_TOKENS)
 ROOT = Path(__file__).parents[3]
@@ -336,3 +341,39 @@ def test_a_body_is_read_whatever_its_texts_hold_and_refused_where_a_key_is_twice
 def test_what_takes_long_to_read_is_refused_unread(part: str) -> None:
     with pytest.raises(BadRequest, match="send fewer texts"):
         read_body(f"[{','.join([part] * (MOST_SIGNS + 1))}]".encode())
+
+
+class Counted(Embeddings):
+    """Answers nothing, at once, and takes note of the loop's turn."""
+
+    def __init__(self) -> None:
+        self.turns = 0
+        self.found: list[int] = []
+
+    def _begin(self, cycle: RequestResponseCycle, *asked: Any) -> None:
+        self.found.append(self.turns)
+        cycle.send_whole(200, [(b"content-length", b"0")], b"")
+
+
+def test_bodies_of_many_clients_are_read_in_as_many_turns() -> None:
+    counted = Counted()  # type: ignore[abstract]
+    answer = counted.route("inference", lambda cycle, id: None)
+
+    async def scenario(served: Served) -> None:
+        loop = asyncio.get_running_loop()
+
+        def count() -> None:
+            counted.turns += 1
+            loop.call_soon(count)
+
+        served.app.accept = lambda cycle: answer(cycle, "")  # type: ignore[method-assign]
+        opened = [await served.open() for _ in range(8)]
+        count()
+        for _, writer, _ in opened:
+            writer.write(http_post(b"/embed", b"{}"))
+        for reader, writer, _ in opened:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.close()
+
+    run(scenario)
+    assert len(set(counted.found)) == 8, counted.found

@@ -249,6 +249,9 @@ def test_what_is_no_call_of_ours(stub: Stub) -> None:
     assert refused(lambda: stub.predict(b"x" * 5_000_000))[0] == "RESOURCE_EXHAUSTED"
     garbage = stub.channel.unary_unary(f"/{INFERENCE}.InferenceAPIsService/Predictions")
     assert refused(lambda: garbage(b"\xff\xff"))[0] == "INVALID_ARGUMENT"
+    entry = b"\x12\0" * 5  # a value again and again: 6 MB of these took 4 s to read
+    code, text = refused(lambda: garbage(b"\x1a%c%s" % (len(entry), entry)))
+    assert code == "INVALID_ARGUMENT" and "more than 4 fields" in text
     other = stub.channel.unary_unary(f"/{INFERENCE}.InferenceAPIsService/Explanations")
     text = f"Method not found: {INFERENCE}.InferenceAPIsService/Explanations"
     assert refused(lambda: other(b"")) == ("UNIMPLEMENTED", text)

@@ -18,7 +18,10 @@ import httpx
 import pytest
 
 from modelyard.archiver import write_archive
+from modelyard.plugins.torchserve.inference import form_field
 from modelyard.plugins.torchserve.settings import TorchServeSettings
+from modelyard.serve.dataplane.form import MAX_PARTS
+from modelyard.serve.errors import BadRequest
 from modelyard.serve.front.models import EXTENSIONS
 from modelyard.serve.settings import Address
 from plugins.torchserve.tests.live import Home
@@ -242,6 +245,16 @@ def test_a_form_may_name_the_model(client: httpx.Client, form: dict[str, Any]) -
     form = {key: {**value, "model_name": (None, "cat")} if key == "files" else
             {**value, "model_name": "cat"} for key, value in form.items()}  # fmt: skip
     assert error(client.post("/invocations", **form))[2] == "Model not found: cat"
+
+
+@pytest.mark.parametrize("as_files", [False, True], ids=["urlencoded", "multipart"])
+def test_a_form_of_many_fields_is_not_read(as_files: bool) -> None:
+    """The server looks for the model's name in it: 6 MB of fields would take it 2 s."""
+    fields = {f"a{at}": "1" for at in range(MAX_PARTS + 1)}
+    form = httpx.Request("POST", "http://x", **{"files" if as_files else "data": fields})  # type: ignore[arg-type]
+    headers = [(name.lower(), value) for name, value in form.headers.raw]
+    with pytest.raises(BadRequest):
+        form_field(headers, form.read(), "model_name")
 
 
 NO_ROUTE = (
