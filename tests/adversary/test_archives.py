@@ -13,6 +13,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable, Mapping
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -102,8 +103,8 @@ def fitted(files: Files) -> None:
     for name in ("digits.onnx", "digits.pt2"):
         if f"{name}.report.json" in files:
             digest = hashlib.sha256(files[name]).hexdigest()
-            named = {"artifact_sha256": digest}
-            on_json(f"{name}.report.json", lambda report, named=named: report.update(named))(files)
+            change = methodcaller("update", artifact_sha256=digest)
+            on_json(f"{name}.report.json", change)(files)
 
 
 def labels(one: str, two: str) -> Change:
