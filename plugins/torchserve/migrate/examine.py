@@ -448,10 +448,8 @@ def _examine(configuration: Configuration, environment: Mapping[str, str]) -> It
         subject, text = _split(notice)
         # Of the keys without effect this one's work is done by nothing here.
         yield Finding(FAILS if subject == "plugins_path" else CHANGES, subject, text)
-    if own.is_open:
-        yield Finding(CHANGES, "tokens", f"{own.who_is_let_in}; TorchServe 0.12 asks everybody")
-    else:
-        yield Finding(WORKS, "tokens", own.who_is_let_in)
+    asks = "; TorchServe 0.12 asks everybody" if own.is_open else ""
+    yield Finding(CHANGES if asks else WORKS, "tokens", own.who_is_let_in + asks)
     here = own.inference_address
     if here.is_loopback and not (here.path or configuration.settings.allowed_hosts):
         text = "only localhost and addresses name this server; TorchServe takes any Host"
@@ -465,12 +463,11 @@ def _examine(configuration: Configuration, environment: Mapping[str, str]) -> It
     yield Finding(WORKS, "gRPC", f"answered on ports {ports}, as TorchServe's clients call it")
 
     def logs() -> str:
-        if (file := find_log_config(None, vmargs, own.directory)) is None:
+        if (file := find_log_config(None, own.properties.get("vmargs", ""), own.directory)) is None:
             return ""
         said.extend(read_log_config(file, environment, own.directory)[1])
         return f"{file.name} is followed"
 
-    vmargs = own.properties.get("vmargs", "")
     fit = "certificate and key can be read, and fit each other"
     checks: dict[str, Callable[[], object]] = {
         "TLS": lambda: fit if read_tls(own) else "",
