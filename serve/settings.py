@@ -39,10 +39,9 @@ def _split(value: Any) -> Any:
 
 def _form(pattern: str, expected: str) -> AfterValidator:
     """Return what takes texts of one form."""
-    matches = re.compile(pattern).fullmatch
 
     def check(value: str) -> str:
-        if not matches(value):
+        if not re.fullmatch(pattern, value):
             raise ValueError(f"expected {expected}")
         return value
 
