@@ -5,7 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
+
+from modelyard.base.disk import remove
 
 LEAVES = """
 import os, sys
@@ -44,3 +47,36 @@ def test_a_folder_goes_however_deep_and_closed_it_is() -> None:
         ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
         assert (ran.stdout.strip(), ran.stderr) == ("False", "")
         assert [each.name for each in place.iterdir()] == ["kept"]
+
+
+SWAPS = """
+import contextlib, os, sys
+os.chdir(sys.argv[1])
+print(flush=True)
+while True:
+    for at in range(20):
+        with contextlib.suppress(OSError):
+            os.makedirs(f"{at}/inner", exist_ok=True)
+            os.rename(f"{at}", f"was {at}")
+            os.symlink(sys.argv[2], f"{at}")
+            os.unlink(f"{at}")
+            os.rename(f"was {at}", f"{at}")
+"""
+
+
+def test_no_link_that_is_put_in_a_folders_place_meanwhile_is_followed(tmp_path: Path) -> None:
+    """One that looks first and opens then removed what lies outside in 12 of 125 rounds."""
+    outside = tmp_path / "outside"
+    (outside / "kept").mkdir(parents=True, mode=0o755)
+    for at in range(30):
+        folder = tmp_path / str(at)
+        folder.mkdir()
+        command = [sys.executable, "-c", SWAPS, str(folder), str(outside)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as swaps:
+            assert swaps.stdout is not None
+            swaps.stdout.readline()
+            time.sleep(0.05)  # until it has made all of them, and swaps
+            remove(folder)
+            swaps.kill()
+        assert (outside / "kept").is_dir()
+    assert outside.stat().st_mode & 0o777 == 0o755

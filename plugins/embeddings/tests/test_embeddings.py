@@ -320,7 +320,7 @@ COLONS = ["at 10:30, \\u003a and \\\\u003a: \u00e9 :" * 40] * 500
 def test_a_body_is_read_whatever_its_texts_hold_and_refused_where_a_key_is_twice(
     is_long: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a long one the slow reader, which takes half a second for each MB, is not asked."""
+    """A long body is never given to the slow reader, which takes half a second for each MB."""
     if is_long:
         monkeypatch.delattr(protocols, "read_object")
     most = len(COLONS) if is_long else 4

@@ -862,7 +862,7 @@ def connect_to(world, where):
 
 @attempt("network", "datagram_path", "datagram_name")
 def send_a_datagram_to(world, where):
-    """By one of a pair, for which `socket` is not called."""
+    """Use a pair of sockets, which is made without calling `socket`."""
     ours, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
     with ours, other:
         ours.sendto(b"x", getattr(world, where))
