@@ -8,6 +8,8 @@ import tempfile
 import time
 from pathlib import Path
 
+import pytest
+
 from modelyard.base.disk import remove
 
 LEAVES = """
@@ -64,6 +66,7 @@ while True:
 """
 
 
+@pytest.mark.nightly
 def test_no_link_that_is_put_in_a_folders_place_meanwhile_is_followed(tmp_path: Path) -> None:
     """One that looks first and opens then removed what lies outside in 12 of 125 rounds."""
     outside = tmp_path / "outside"
